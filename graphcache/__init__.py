@@ -1,0 +1,22 @@
+"""CUDA graphs for variable shapes, for any PyTorch module, never silently wrong.
+
+`GraphCache(module, buckets=[8, 16, 32])(x)` returns what `module(x)` returns, usually by one graph replay.
+"""
+
+from graphcache.errors import BucketError, CaptureError, GraphCacheError
+from graphcache.planning.profile import TrafficProfile
+from graphcache.reasons import Reason
+from graphcache.runtime import GraphCache
+from graphcache.stats import Stats
+from graphcache.version import __version__
+
+__all__ = [
+    "BucketError",
+    "CaptureError",
+    "GraphCache",
+    "GraphCacheError",
+    "Reason",
+    "Stats",
+    "TrafficProfile",
+    "__version__",
+]

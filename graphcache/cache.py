@@ -1,0 +1,130 @@
+"""The LRU of graphs. No way out of it leaks one: every entry that leaves goes through `release`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cachetools import Cache
+from torch import Tensor
+
+from graphcache.graphs import Graph
+from graphcache.preflight import Origin
+from graphcache.signature import Signature, Spec
+
+Key = tuple[Signature, tuple[int, ...]]
+
+#: Uses count half after this many further calls, as in aged-LFU admission.
+HALF_LIFE = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One graph with its static inputs, and what its results are made of.
+
+    For each result tensor `origins` says where it comes from, and `state` holds the tensor of the module that is
+    returned as it is. `writes` are the module's tensors that each replay writes. `filled_for` is the call plan that
+    wrote the static inputs last. `fresh` is true until the call that captured it is counted, `checked` once padding
+    was tried on the graph itself; `uses` and `last_used` are kept by the hit path.
+    """
+
+    key: Key
+    graph: Graph
+    inputs: list[Tensor]
+    spec: Spec
+    origins: list[Origin]
+    state: list[Tensor | None]
+    writes: list[Tensor]
+    draws: bool
+    nbytes: int
+    alive: bool = True
+    fresh: bool = True
+    checked: bool = False
+    handed_out: bool = False
+    uses: float = 0.0
+    last_used: int = 0
+    filled_for: Any = None
+
+
+class GraphLRU(Cache[Key, Entry]):
+    """At most `maxsize` graphs, the least recently used one leaving first.
+
+    The hit path only sets `entry.last_used`; the order is found when an entry must leave, over at most a few dozen.
+    cachetools' own `clear` and overwriting call neither `popitem` nor `__delitem__`, so both are hooked here.
+    """
+
+    def __init__(self, maxsize: int, release: Callable[[Entry], None]) -> None:
+        super().__init__(maxsize)
+        self._release = release
+        self._waiting: Counter[Key] = Counter()
+        self._halvings = 0
+        self.tick = 0  # calls so far, kept by the hit path
+
+    def __setitem__(self, key: Key, entry: Entry) -> None:
+        replaced = self.get(key)
+        super().__setitem__(key, entry)
+        self._waiting.pop(key, None)
+        if replaced is not None and replaced is not entry:
+            self._release(replaced)
+
+    def __delitem__(self, key: Key) -> None:
+        entry = self[key]
+        super().__delitem__(key)
+        self._release(entry)
+
+    def popitem(self) -> tuple[Key, Entry]:
+        """Remove, release and return the least recently used entry.
+
+        Raises:
+            KeyError: the cache is empty.
+        """
+        victim = self.victim()
+        if victim is None:
+            raise KeyError(f"{type(self).__name__} is empty")
+        del self[victim.key]
+        return victim.key, victim
+
+    def clear(self) -> None:
+        entries = list(self.entries())
+        super().clear()
+        for entry in entries:
+            self._release(entry)
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(self.values())
+
+    def victim(self) -> Entry | None:
+        return min(self.entries(), key=lambda entry: entry.last_used, default=None)
+
+    def count_use(self, key: Key) -> int:
+        """Count one use of a key that has no graph; returns its uses so far, aged."""
+        self._age()
+        self._waiting[key] += 1
+        return self._waiting[key]
+
+    def has_room(self) -> bool:
+        return self.currsize < self.maxsize
+
+    def outweighs(self, key: Key) -> bool:
+        """Whether a waiting key was used more than the entry that would leave for it.
+
+        So a sweep of sizes that come once never flushes hot graphs (aged LFU admission, as in TinyLFU).
+        """
+        victim = self.victim()
+        return victim is None or self._waiting[key] > victim.uses
+
+    def _age(self) -> None:
+        halvings = self.tick // HALF_LIFE - self._halvings
+        if halvings:
+            self._halvings += halvings
+            for entry in self.entries():
+                entry.uses /= 2**halvings
+            aged = {key: count >> halvings for key, count in self._waiting.items()}
+            self._waiting = Counter({key: count for key, count in aged.items() if count})
+
+    def check(self) -> None:
+        """Assert the invariants that a cache can see by itself (I4)."""
+        assert self.currsize == len(list(self.entries())) <= self.maxsize
+        assert all(entry.alive and key == entry.key for key, entry in self.items())

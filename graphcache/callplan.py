@@ -1,0 +1,118 @@
+"""Everything about serving one form of call from one graph, computed once: the hit path runs this and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphcache.cache import Entry
+from graphcache.padding import Fill, OutputAxis, cut, head, tails, volume
+from graphcache.signature import LEAF, unflatten
+
+Axes = Sequence[Sequence[OutputAxis]]
+
+
+class CallPlan:
+    """Serves calls of one form (shapes, layouts, plain values, modes) by one entry.
+
+    Args:
+        entry: the graph to replay.
+        sizes: the call's sizes of the dynamic dims.
+        slots: for each input of the signature, its place in call order.
+        fills: for each input, the fill by dim of what must be restored beside the real rows.
+        axes: for each result, how its axes follow the dims; empty if they are not known, for exact sizes.
+        traffic: the sizes to record.
+        lend: hands out a static output without a copy (outputs="view"); None copies.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        sizes: Sequence[int],
+        slots: Sequence[int],
+        fills: Sequence[Mapping[int, Fill]],
+        axes: Axes,
+        traffic: tuple[int, ...],
+        lend: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        signature, bucket = entry.key
+        specs = signature.inputs
+        self.entry = entry
+        self.bucket = bucket
+        self.traffic = traffic
+        self.lends = lend is not None
+        self.real, self.padded = volume(sizes), volume(bucket)
+        placed = sorted(zip(slots, entry.inputs, specs, strict=True), key=lambda item: item[0])
+        self.heads = [head(static, spec, sizes) for _, static, spec in placed]
+        self.refills = [
+            refill
+            for static, spec, fill in zip(entry.inputs, specs, fills, strict=True)
+            for refill in tails(static, spec, sizes, bucket, fill)
+        ]
+        self._slots = slots
+        views = results(entry, axes, sizes)
+        self.views = list(views.values())
+        self._place = {index: position for position, index in enumerate(views)}
+        cuts = axes or [[] for _ in entry.state]
+        self._state = [
+            cut(t, a, sizes) if t is not None else None
+            for t, a in zip(entry.state, cuts, strict=True)
+        ]
+        self._give: Callable[[Tensor], Tensor] = Tensor.clone if lend is None else lend
+
+    def fill(self, leaves: Sequence[Tensor]) -> None:
+        """Copy the call's tensors into the static inputs, and restore fills that another call left dirty."""
+        entry, heads = self.entry, self.heads
+        if entry.handed_out:
+            leaves, heads = _foreign(leaves, heads)
+        if len(leaves) == 1:
+            heads[0].copy_(leaves[0])
+        elif leaves:
+            torch._foreach_copy_(heads, list(leaves))
+        if entry.filled_for is not self or entry.handed_out:
+            for refill in self.refills:
+                refill()
+            entry.filled_for = self
+
+    def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Fill, replay, and copy the static outputs out before another graph of the pool may overwrite them."""
+        self.fill(leaves)
+        self.entry.graph.replay()
+        return [self._give(view) for view in self.views]
+
+    def result(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Any:
+        """The module's result around these output tensors; inputs that it returns are the caller's own."""
+        spec = self.entry.spec
+        if spec is LEAF and outputs:
+            return outputs[0]
+        made: list[Any] = []
+        for origin, state in zip(self.entry.origins, self._state, strict=True):
+            if origin.kind == "made":
+                made.append(outputs[self._place[origin.index]])
+            else:
+                made.append(leaves[self._slots[origin.index]] if origin.kind == "input" else state)
+        return unflatten(spec, iter(made))
+
+
+def results(entry: Entry, axes: Axes, sizes: Sequence[int]) -> dict[int, Tensor]:
+    """Views of the static outputs, cut to these sizes, by their index among the tensors that the run made."""
+    views: dict[int, Tensor] = {}
+    for origin, cuts in zip(entry.origins, axes or [[] for _ in entry.origins], strict=True):
+        if origin.kind == "made":
+            views[origin.index] = cut(entry.graph.outputs[origin.index], cuts, sizes)
+    return views
+
+
+def _foreign(
+    leaves: Sequence[Tensor], heads: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Leave out the tensors that already lie in place, and free the others from any overlap with the static memory."""
+    pairs = []
+    for leaf, head_ in zip(leaves, heads, strict=True):
+        shared = leaf.untyped_storage().data_ptr() == head_.untyped_storage().data_ptr()
+        if not (shared and leaf.data_ptr() == head_.data_ptr() and leaf.stride() == head_.stride()):
+            pairs.append((leaf.clone() if shared else leaf, head_))
+    return [leaf for leaf, _ in pairs], [head_ for _, head_ in pairs]

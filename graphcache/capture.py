@@ -1,0 +1,162 @@
+"""Makes an entry: preflight at the padded sizes, plain warm-up, capture, and the two-fill check of the graph itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from graphcache.cache import Entry, Key
+from graphcache.call import Reading
+from graphcache.callplan import results
+from graphcache.compare import all_close, all_same
+from graphcache.errors import CaptureError, Fallback
+from graphcache.facts import Facts, Learner
+from graphcache.graphs import Backend
+from graphcache.padding import allocate, fit, tails
+from graphcache.preflight import Observation, RandomStates, as_captured, storage_bytes
+from graphcache.reasons import Reason
+from graphcache.signature import Input, flatten
+from graphcache.watch import Attributes
+
+
+class Capturer:
+    """Captures one call's form at a bucket. The caller holds the locks and is `backend.aside()`."""
+
+    def __init__(self, learner: Learner, module: nn.Module | None, backend: Backend) -> None:
+        self._learner = learner
+        self._module = module
+        self._backend = backend
+
+    def entry(self, reading: Reading, facts: Facts, key: Key) -> Entry:
+        """Capture `reading`'s form at the key's bucket.
+
+        Raises:
+            Fallback: what the preflight or the check of the graph found, or `capture-failed`.
+            torch.OutOfMemoryError: passes through.
+        """
+        statics = self._static_inputs(reading, key[1])
+        seen = self._learner.observe(reading.call, [static.clone() for static in statics])
+        if seen.hazard is not None:
+            raise seen.hazard
+        args, kwargs = reading.call.arguments_with(statics)
+        target = self._learner.target
+        if self._backend.device.type == "cuda":
+            with self._undone(seen.writes), as_captured():
+                target(*args, **kwargs)  # outside all modes: compilation and workspaces happen here
+            with self._undone(seen.writes), as_captured():
+                self._backend.check(lambda: target(*args, **kwargs))
+        return self._capture(lambda: target(*args, **kwargs), statics, key, seen)
+
+    def _static_inputs(self, reading: Reading, bucket: Sequence[int]) -> list[Tensor]:
+        device = self._backend.device
+        return [
+            allocate(spec, bucket).copy_(fit(tensor.detach().to(device), spec, bucket))
+            for tensor, spec in zip(reading.call.tensors, reading.signature.inputs, strict=True)
+        ]
+
+    def _capture(
+        self, run: Callable[[], object], statics: list[Tensor], key: Key, seen: Observation
+    ) -> Entry:
+        state: list[Tensor | None] = []
+
+        def captured() -> list[Tensor]:
+            """The static outputs: each tensor that the run made, once."""
+            leaves: list[Tensor] = []
+            with as_captured():
+                spec = flatten(run(), leaves, Reason.UNSUPPORTED_OUTPUT)
+            if spec != seen.spec:
+                raise CaptureError("two runs of the module gave results of different structure")
+            made = {
+                o.index: leaf
+                for o, leaf in zip(seen.origins, leaves, strict=True)
+                if o.kind == "made"
+            }
+            state.extend(
+                leaf if o.kind == "state" else None
+                for o, leaf in zip(seen.origins, leaves, strict=True)
+            )
+            return list(made.values())
+
+        with self._undone(seen.writes):
+            graph = self._backend.capture(captured)
+        nbytes = graph.nbytes + sum(static.untyped_storage().nbytes() for static in statics)
+        return Entry(
+            key, graph, statics, seen.spec, seen.origins, state, seen.writes, seen.draws, nbytes
+        )
+
+    @contextlib.contextmanager
+    def _undone(self, writes: Sequence[Tensor]) -> Iterator[None]:
+        """Undo what a run outside the observer does to state, by what the preflight saw it do."""
+        attributes, generators = Attributes(self._module), RandomStates(self._backend.device)
+        kept = [(storage_bytes(tensor), storage_bytes(tensor).clone()) for tensor in writes]
+        try:
+            yield
+        finally:
+            for live, before in kept:
+                live.copy_(before)
+            attributes.restore()
+            generators.restore()
+
+    def check(self, entry: Entry, facts: Facts) -> None:
+        """Replay with different values beside the real rows; the real rows must not move by a bit. Once per graph.
+
+        Raises:
+            Fallback: they do; the graph must not serve padded calls.
+        """
+        bucket = entry.key[1]
+        real = _half(bucket, facts)
+        if real != bucket and not entry.checked:
+            first, second, again = (
+                self._replay(entry, facts, real, turned) for turned in (False, True, True)
+            )
+            if not all_same(first, second) and (
+                all_same(second, again) or not all_close(first, second)
+            ):
+                raise Fallback(
+                    Reason.PAD_NOT_NEUTRAL,
+                    f"at bucket {bucket} values in padded rows change real results",
+                )
+        entry.checked = True
+
+    def _replay(
+        self, entry: Entry, facts: Facts, real: Sequence[int], turned: bool
+    ) -> list[Tensor]:
+        bucket, inputs = entry.key[1], entry.key[0].inputs
+        entry.filled_for = None
+        for static, spec, fill in zip(entry.inputs, inputs, facts.fills(len(inputs)), strict=True):
+            if turned:
+                _turn(static, spec, real, bucket)
+            for refill in tails(static, spec, real, bucket, fill):
+                refill()
+        with self._undone(entry.writes):
+            entry.graph.replay()
+            made = results(entry, facts.axes(), real)
+            return [
+                *(view.clone() for view in made.values()),
+                *(storage_bytes(t).clone() for t in entry.writes),
+            ]
+
+
+def _turn(static: Tensor, spec: Input, real: Sequence[int], bucket: Sequence[int]) -> None:
+    """Other values in the tails: the first real row for integers, which stays in range, and its opposite for floats."""
+    sign = -2 if static.is_floating_point() or static.is_complex() else 1
+    for axis, dim in reversed(spec.axes):
+        if real[dim] < bucket[dim]:
+            tail = static.narrow(axis, real[dim], bucket[dim] - real[dim])
+            tail.copy_(
+                (
+                    static.narrow(axis, 0, 1) * sign if sign != 1 else static.narrow(axis, 0, 1)
+                ).expand_as(tail)
+            )
+
+
+def _half(bucket: Sequence[int], facts: Facts) -> tuple[int, ...]:
+    """Sizes to check a bucket at: half of each dim that may be padded."""
+    if facts.dims is None:
+        return tuple(bucket)
+    halves = (
+        max(d.smallest, n // 2) if d.neutral else n for n, d in zip(bucket, facts.dims, strict=True)
+    )
+    return tuple(map(min, halves, bucket))

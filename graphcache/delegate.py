@@ -1,0 +1,78 @@
+"""An nn.Module that stands in a model's place for another one, without a trace in its state dict.
+
+It shares the inner module's dicts of parameters, buffers and submodules, so that keys carry no prefix and
+`model.encoder = GraphCache(model.encoder, ...)` changes nothing for optimizers, checkpoints and `.to()`. Whatever
+nn.Module does to itself is passed to the inner module, whose class may have overridden it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class Delegate(nn.Module):
+    """Forwards attributes, modes and state to `inner`; subclasses list their own attributes in `_own`."""
+
+    _own: frozenset[str] = frozenset()
+
+    def __init__(self, inner: nn.Module | None) -> None:
+        super().__init__()
+        object.__setattr__(self, "_inner", inner)
+        if inner is not None:
+            for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                self.__dict__[shared] = inner.__dict__[shared]
+            del self.__dict__["training"]  # read from the inner module
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("_inner")
+        if inner is None:
+            return super().__getattr__(name)
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("_inner")
+        if inner is None or name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        inner = self.__dict__.get("_inner")
+        if inner is None or name in self._own:
+            object.__delattr__(self, name)
+        else:
+            delattr(inner, name)
+
+    def train(self, mode: bool = True) -> Any:
+        if self._inner is None:
+            return super().train(mode)
+        self._inner.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        if self._inner is not None:
+            self._inner.apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self._inner is not None:
+            self._inner._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            super().state_dict(*args, **kwargs)
+            if self._inner is None
+            else self._inner.state_dict(*args, **kwargs)
+        )
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        inner = super() if self._inner is None else self._inner
+        return inner.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self._inner is not None:
+            self._inner._load_from_state_dict(*args, **kwargs)

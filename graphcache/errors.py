@@ -1,0 +1,29 @@
+"""The exceptions that users see, and the one that carries a fallback inside the package."""
+
+from __future__ import annotations
+
+from graphcache.reasons import Reason
+
+
+class GraphCacheError(RuntimeError):
+    """Base of every error this package raises; also raised for a fallback under `on_fallback="raise"`."""
+
+
+class CaptureError(GraphCacheError):
+    """A capture was refused or failed."""
+
+
+class BucketError(GraphCacheError, ValueError):
+    """Buckets or `dynamic_shapes` that cannot be used; the message says which value and what to pass."""
+
+
+class Fallback(Exception):  # noqa: N818  (control flow, never an error: it does not leave the package)
+    """The piece of work at hand runs eagerly, for `reason`; `detail` names the operation, line or sizes."""
+
+    def __init__(self, reason: Reason, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail or self.reason.phrase}"

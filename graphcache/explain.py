@@ -1,0 +1,69 @@
+"""What a call would do and why, as a value that prints as a small table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from graphcache.probe import DimFacts
+from graphcache.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The answer of `GraphCache.explain`.
+
+    `action` is "replay", "capture", "split" or "eager". `sizes` and `bucket` are those of the dynamic `dims`, `pieces`
+    the buckets of a split. `reason` is None unless eager. `nearest` lists how the call's key differs from the closest
+    captured one.
+    """
+
+    action: str
+    dims: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    bucket: tuple[int, ...] | None = None
+    pieces: tuple[tuple[int, ...], ...] = ()
+    reason: Reason | None = None
+    detail: str = ""
+    nearest: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        rows = [("action", self.action)]
+        if self.sizes:
+            rows.append(
+                ("sizes", ", ".join(f"{d}={n}" for d, n in zip(self.dims, self.sizes, strict=True)))
+            )
+        if self.bucket is not None:
+            rows.append(
+                (
+                    "bucket",
+                    ", ".join(f"{d}={n}" for d, n in zip(self.dims, self.bucket, strict=True)),
+                )
+            )
+        if self.pieces:
+            rows.append(("pieces", " + ".join("x".join(map(str, piece)) for piece in self.pieces)))
+        if self.reason is not None:
+            rows.append(("reason", f"{self.reason}: {self.detail or self.reason.phrase}"))
+        rows += [("differs" if i == 0 else "", line) for i, line in enumerate(self.nearest)]
+        return "\n".join(f"{name:<8}{text}" for name, text in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """The answer of `GraphCache.probe`: what was found about each dynamic dim, and what refuses the module altogether."""
+
+    dims: dict[str, DimFacts]
+    refused: Reason | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.refused is not None:
+            return f"refused: {self.refused}: {self.detail or self.refused.phrase}"
+        lines = [f"{'dim':<10}{'padding':<18}{'controls':<20}{'rows independent':<18}outputs"]
+        for name, facts in self.dims.items():
+            padding = "neutral" if facts.neutral else str(facts.reason)
+            controls = ", ".join(f"{k}={v}" for k, v in facts.controls.items()) or "-"
+            axes = " ".join(str([a.axis for a in output]) for output in facts.axes or ()) or "-"
+            lines.append(
+                f"{name:<10}{padding:<18}{controls:<20}{'yes' if facts.independent else 'no':<18}{axes}"
+            )
+        return "\n".join(lines)

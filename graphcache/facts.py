@@ -1,0 +1,258 @@
+"""What is known about one signature, learned by trial runs at the first call that needs it.
+
+The order is: does eager accept the call, would a capture hold it, which tensors follow the batch, which dims may be
+padded. Whatever is refused is remembered, so that later calls do not try again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from graphcache.call import Call, Reading
+from graphcache.compare import all_close
+from graphcache.errors import Fallback
+from graphcache.graphs import Backend
+from graphcache.padding import Fill, OutputAxis, fit
+from graphcache.preflight import Observation, observe
+from graphcache.probe import DimFacts, Probe
+from graphcache.reasons import Reason
+
+
+@dataclass(slots=True)
+class Facts:
+    """One signature's: whether it is refused for good, its dims once probed, and failed captures by bucket."""
+
+    refused: Fallback | None = None
+    draws: bool = False
+    writes: bool = False
+    aliases: bool = False
+    dims: tuple[DimFacts, ...] | None = None
+    failed: dict[tuple[int, ...], Fallback] = field(default_factory=dict)
+
+    def unpadded(self, sizes: Sequence[int]) -> frozenset[int]:
+        """The dims that must keep a call's own size."""
+        if self.dims is None:
+            return frozenset()
+        return frozenset(
+            i for i, d in enumerate(self.dims) if not d.neutral or sizes[i] < d.smallest
+        )
+
+    def why_unpadded(self, dim: int) -> Fallback:
+        facts = self.dims[dim] if self.dims else DimFacts(True)
+        if facts.neutral:
+            return Fallback(Reason.UNSUPPORTED_OUTPUT, "results have another form at size 1")
+        return Fallback(facts.reason, facts.detail)
+
+    def axes(self) -> list[list[OutputAxis]]:
+        """How each output is cut, over all dims that may be padded."""
+        known = [d.axes for d in self.dims or () if d.neutral and d.axes is not None]
+        return [
+            list(itertools.chain.from_iterable(per_output))
+            for per_output in zip(*known, strict=True)
+        ]
+
+    def fills(self, count: int) -> list[dict[int, Fill]]:
+        """For each input, the fill by dim that calls must restore."""
+        found: list[dict[int, Fill]] = [{} for _ in range(count)]
+        for dim, facts in enumerate(self.dims or ()):
+            for i, fill in facts.fills.items():
+                found[i][dim] = fill
+        return found
+
+    def splittable(self, dim: int) -> bool:
+        facts = self.dims[dim] if self.dims else None
+        return (
+            facts is not None
+            and facts.independent
+            and not (self.draws or self.writes or self.aliases)
+        )
+
+
+class Learner:
+    """Makes trial runs of one module and turns them into facts. Called under the capture lock, beside the callers' streams.
+
+    Args:
+        target: what to call.
+        module: whose state the runs must leave alone.
+        backend: where they run.
+        fill: the caller's fills by input name.
+        trusting: do not probe (verify="off").
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., object],
+        module: nn.Module | None,
+        backend: Backend,
+        fill: Mapping[str, Fill],
+        trusting: bool,
+    ) -> None:
+        self.target = target
+        self._module = module
+        self._backend = backend
+        self._fill = fill
+        self._trusting = trusting
+
+    def observe(self, call: Call, tensors: Sequence[Tensor]) -> Observation:
+        """One trial run of the call's form on other tensors, which the run may write to."""
+        args, kwargs = call.arguments_with(tensors)
+        return observe(
+            lambda: self.target(*args, **kwargs), tensors, self._module, self._backend.device
+        )
+
+    def first_look(self, reading: Reading) -> tuple[Facts, Observation]:
+        """Run the call as it is, on copies.
+
+        Raises:
+            Exception: whatever the module raises; eager raises the same to the caller.
+        """
+        call, device = reading.call, self._backend.device
+        seen = self.observe(
+            call, [tensor.detach().to(device, copy=True) for tensor in call.tensors]
+        )
+        made = all(origin.kind == "made" for origin in seen.origins)
+        facts = Facts(
+            refused=seen.hazard, draws=seen.draws, writes=bool(seen.writes), aliases=not made
+        )
+        if any(origin.kind == "view" for origin in seen.origins):
+            facts.refused = facts.refused or Fallback(
+                Reason.UNSUPPORTED_OUTPUT, "a result is a view of an input"
+            )
+        if reading.lifted and facts.refused is None:
+            facts.refused = self._judge_lifting(call, seen)
+        return facts, seen
+
+    def _judge_lifting(self, call: Call, lifted: Observation) -> Fallback | None:
+        """CPU inputs of a CUDA module may be handed to it on the device only if eager takes them as they are."""
+        plain = self.observe(call, [tensor.detach().clone() for tensor in call.tensors])
+        same_device = [a.device for a in plain.outputs] == [b.device for b in lifted.outputs]
+        if same_device and all_close(plain.outputs, lifted.outputs):
+            return None
+        return plain.hazard or Fallback(
+            Reason.HOST_COPY, "results differ when the inputs are moved to the device first"
+        )
+
+    def followers(self, reading: Reading) -> dict[str, bool]:
+        """For each other tensor as long as the batch: does it follow the batch, or have that length by chance?
+
+        Each is tried by cutting the others but not it: an error or changed rows mean that it follows. It also does if
+        cutting it alone cuts the leading axis of a result. At fewer than 4 rows, rows are repeated first, so that no
+        axis of length 1 can broadcast.
+        """
+        call, inputs = reading.call, reading.signature.inputs
+        rows = max(4, reading.sizes[0])
+        full = [
+            fit(t.detach().to(self._backend.device), i, (rows,))
+            for t, i in zip(call.tensors, inputs, strict=True)
+        ]
+        try:
+            whole = self.observe(call, [t.clone() for t in full])
+        except Exception:
+            return {}
+        return {
+            path: self._follows(call, full, whole, reading, path) for path in reading.candidates
+        }
+
+    def _follows(
+        self, call: Call, full: list[Tensor], whole: Observation, reading: Reading, path: str
+    ) -> bool:
+        inputs, k = reading.signature.inputs, reading.paths.index(path)
+        fewer = (len(full[k]) - 1,)
+        others = [
+            t if i == k else fit(t, s, fewer)
+            for i, (t, s) in enumerate(zip(full, inputs, strict=True))
+        ]
+        alone = [
+            fit(t, s, fewer) if i == k else t
+            for i, (t, s) in enumerate(zip(full, inputs, strict=True))
+        ]
+        return not self._same_rows(call, others, whole, fewer[0]) or self._cuts_rows(
+            call, alone, whole, fewer[0]
+        )
+
+    def _same_rows(self, call: Call, tensors: list[Tensor], whole: Observation, rows: int) -> bool:
+        try:
+            part = self.observe(call, [t.clone() for t in tensors])
+        except Exception:
+            return False
+        return (
+            part.spec == whole.spec
+            and all(
+                p.dim() == w.dim()
+                and (p.dim() == 0 or len(p) == rows or len(p) == len(w))
+                and _prefix_close(p, w)
+                for p, w in zip(part.outputs, whole.outputs, strict=True)
+            )
+            and any(p.shape != w.shape for p, w in zip(part.outputs, whole.outputs, strict=True))
+        )
+
+    def _cuts_rows(self, call: Call, tensors: list[Tensor], whole: Observation, rows: int) -> bool:
+        try:
+            part = self.observe(call, [t.clone() for t in tensors])
+        except Exception:
+            return False
+        pairs = list(zip(part.outputs, whole.outputs, strict=False))
+        return any(p.dim() and len(p) == rows and len(w) == rows + 1 for p, w in pairs) and all(
+            p.dim() == w.dim() and _prefix_close(p, w) for p, w in pairs
+        )
+
+    def probe(self, reading: Reading, bucket: Sequence[int]) -> tuple[DimFacts, ...]:
+        """Probe every dim between this call's sizes and the bucket's."""
+        signature = reading.signature
+        tensors = [t.detach().to(self._backend.device) for t in reading.call.tensors]
+        probe = Probe(
+            lambda run: self._checked(reading.call, run),
+            signature.inputs,
+            tensors,
+            self._fill,
+            self._trusting,
+        )
+        dims = tuple(probe.dim(i, reading.sizes, bucket[i]) for i in range(len(bucket)))
+        return _apart(dims)
+
+    def _checked(self, call: Call, tensors: list[Tensor]) -> Observation:
+        """A probe's run: errors at another size are an answer about padding, except want of memory."""
+        try:
+            seen = self.observe(call, tensors)
+        except (Fallback, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__} at another size: {error}".splitlines()[0]
+            raise Fallback(Reason.PAD_NOT_NEUTRAL, what) from error
+        if seen.hazard is not None:
+            raise seen.hazard
+        return seen
+
+
+def _apart(dims: tuple[DimFacts, ...]) -> tuple[DimFacts, ...]:
+    """Refuse to pad any dim if an output axis follows two of them (batch * seq flattened), or one could not be told.
+
+    Such an axis grows by a factor that depends on the other dim, so what was learned at these sizes fails at others.
+    """
+    if len(dims) < 2:
+        return dims
+    claims = [
+        {(k, axis.axis) for k, output in enumerate(d.axes or ()) for axis in output} for d in dims
+    ]
+    shared = any(a & b for a, b in itertools.combinations(claims, 2))
+    if not shared and all(d.axes is not None for d in dims):
+        return dims
+    detail = (
+        "an axis of a result follows two dynamic dims"
+        if shared
+        else "an axis of a result follows no line"
+    )
+    return tuple(DimFacts(False, detail, Reason.UNSUPPORTED_OUTPUT) for _ in dims)
+
+
+def _prefix_close(part: Tensor, whole: Tensor) -> bool:
+    """Whether `part` is the leading block of `whole`."""
+    for axis, (p, w) in enumerate(zip(part.shape, whole.shape, strict=True)):
+        if p < w:
+            whole = whole.narrow(axis, 0, p)
+    return all_close([part], [whole])

@@ -1,0 +1,174 @@
+"""The CPU recorder: one run's ATen operations, replayed on the same storages.
+
+It stands in for a CUDA graph wherever there is no GPU, with the same hazards: addresses are fixed, Python branches and
+numbers are frozen, host reads are refused, random operations draw anew, and each replay overwrites the outputs. It does
+not model streams, memory pools or the CUDA generator. A replay costs about what eager costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from graphcache.errors import CaptureError
+from graphcache.graphs import Graph
+from graphcache.hazards import function_hazard, operation_hazard
+
+# Their results are memory without contents, which a replay leaves as it is.
+_ALLOCATIONS = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+    }
+)
+# A replay must run the operations as they were dispatched, so an autocast of the caller must not cast them again.
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[tuple[Tensor, int]]]
+
+
+class RecordedGraph:
+    """The steps of one recorded run, and its static outputs."""
+
+    def __init__(self, steps: list[Step], outputs: list[Tensor], nbytes: int) -> None:
+        self._steps = steps
+        self.outputs = outputs
+        self.nbytes = nbytes
+
+    def replay(self) -> None:
+        """Run every step again and put its results where the recorded run had them."""
+        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            for func, args, kwargs, places in self._steps:
+                result = func(*args, **kwargs)
+                if places:
+                    found = result if isinstance(result, (tuple, list)) else (result,)
+                    for place, index in places:
+                        place.copy_(found[index])
+
+    def reset(self) -> None:
+        self._steps, self.outputs = [], []
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs each operation and keeps it, with its arguments as they were at that moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._storages: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        hazard = operation_hazard(func, args, kwargs)
+        if hazard is not None:
+            raise CaptureError(f"{hazard[1]} cannot be recorded: {hazard[0].phrase}.")
+        frozen_args, frozen_kwargs = _pytree.tree_map(_frozen, (args, kwargs))
+        result = func(*args, **kwargs)
+        if self._needs_replay(func, args, kwargs, result):
+            self.steps.append(
+                (func, frozen_args, frozen_kwargs, self._places(args, kwargs, result))
+            )
+        return result
+
+    def _needs_replay(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        if func.name().split(".")[0] in _ALLOCATIONS or torch.Tag.inplace_view in func.tags:
+            return False
+        writes = any(
+            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+        )
+        return writes or bool(self._places(args, kwargs, result))
+
+    def _places(self, args: Any, kwargs: Any, result: Any) -> list[tuple[Tensor, int]]:
+        """The results in memory of their own, each with its index; views and in-place results have none."""
+        given = {
+            _storage(tensor)
+            for tensor in _pytree.tree_leaves((args, kwargs))
+            if isinstance(tensor, Tensor)
+        }
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        places = []
+        for index, tensor in enumerate(found):
+            if isinstance(tensor, Tensor) and _storage(tensor) not in given:
+                self._storages[_storage(tensor)] = tensor.untyped_storage().nbytes()
+                places.append((_frozen(tensor), index))
+        return places
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._storages.values())
+
+
+class _Refusal(TorchFunctionMode):
+    """Refuses host reads of CPU tensors that issue no ATen operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hazard = function_hazard(func, args, kwargs or {})
+        if hazard is not None:
+            raise CaptureError(f"{hazard[1]} cannot be recorded: {hazard[0].phrase}.")
+        return func(*args, **(kwargs or {}))
+
+
+class RecordedBackend:
+    """Records on the CPU. Its pool is the sum of what its graphs hold."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._live: dict[int, int] = {}
+
+    def enter(self) -> None:
+        pass  # CPU operations run in the caller's order
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def check(self, run: Callable[[], object]) -> None:
+        pass  # what waits for a device is in the list of hazards already
+
+    def capture(self, run: Callable[[], list[Tensor]]) -> Graph:
+        recorder = _Recorder()
+        with _Refusal(), recorder:
+            outputs = run()
+        graph = RecordedGraph(recorder.steps, outputs, recorder.nbytes)
+        self._live[id(graph)] = graph.nbytes
+        return graph
+
+    def lend(self, view: Tensor) -> Tensor:
+        return view.clone()
+
+    def poison(self, lent: Tensor) -> None:
+        pass  # copies stay valid
+
+    def drain(self) -> None:
+        pass
+
+    def retire(self, graph: Graph) -> None:
+        self._live.pop(id(graph), None)
+        graph.reset()
+
+    def flush(self) -> None:
+        self._live.clear()
+
+    def pool_bytes(self) -> int:
+        return sum(self._live.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _frozen(value: Any) -> Any:
+    """A tensor with the metadata of this moment; operations such as `transpose_` change it in place later."""
+    if not isinstance(value, Tensor):
+        return value
+    with _disable_current_modes():
+        return value.detach()

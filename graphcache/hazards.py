@@ -1,0 +1,112 @@
+"""The operations that a CUDA graph cannot hold, told from their schema and arguments before they run.
+
+One list for the real thing and for the CPU recorder, so that a laptop refuses what a GPU would. Sources: the tags of
+PyTorch's operator schemas, and the operations measured to break a capture (docs/design.md, "Measured facts").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from graphcache.reasons import Reason
+
+Hazard = tuple[Reason, str]
+
+# These wait for the device inside their kernels and carry no tag that says so.
+_SYNCHRONISING = frozenset(
+    {
+        "aten::_linalg_check_errors", "aten::_linalg_svd", "aten::_linalg_eigh", "aten::_linalg_eigvals",
+        "aten::linalg_eig", "aten::linalg_eigvals", "aten::linalg_lstsq", "aten::is_nonzero", "aten::equal",
+        "aten::allclose", "aten::_local_scalar_dense", "aten::item", "aten::is_coalesced",
+    }
+)  # fmt: skip
+_INDEXING = frozenset(
+    {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+)
+_MASKS = (torch.bool, torch.uint8)
+
+# These read tensors on the host without any ATen operation on CPU tensors, so only a function mode sees them.
+_HOST_READS: dict[Any, Hazard] = {
+    torch.Tensor.tolist: (Reason.HOST_SYNC, "Tensor.tolist()"),
+    torch.Tensor.cpu: (Reason.HOST_COPY, "Tensor.cpu()"),
+    torch.Tensor.numpy: (Reason.HOST_COPY, "Tensor.numpy()"),
+    torch.Tensor.__array__: (Reason.HOST_COPY, "Tensor.__array__()"),
+    torch.Tensor.__dlpack__: (Reason.HOST_COPY, "Tensor.__dlpack__()"),
+    torch.Tensor.__repr__: (Reason.HOST_SYNC, "printing a tensor"),
+    torch.Tensor.__format__: (Reason.HOST_SYNC, "formatting a tensor"),
+}
+_FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+
+
+def operation_hazard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hazard | None:
+    """Whether an ATen operation would break or falsify a capture; the text names it."""
+    name = func.name().split(".")[0]
+    if name in _SYNCHRONISING or torch.Tag.data_dependent_output in func.tags:
+        return Reason.HOST_SYNC, name
+    if torch.Tag.dynamic_output_shape in func.tags and not _given_size(name, kwargs):
+        return Reason.DYNAMIC_OUTPUT, name
+    if name in _INDEXING and _indexes_by_mask(name, args):
+        return Reason.DYNAMIC_OUTPUT, f"{name} with a boolean mask"
+    if _crosses_devices(func, args, kwargs):
+        return Reason.HOST_COPY, name
+    return None
+
+
+def _given_size(name: str, kwargs: dict[str, Any]) -> bool:
+    return name == "aten::repeat_interleave" and kwargs.get("output_size") is not None
+
+
+def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
+    """Boolean indexing counts its ones on the host, except for the masked fill that `x[mask] = scalar` becomes."""
+    indices = [index for index in args[1] if isinstance(index, Tensor)]
+    if not any(index.dtype in _MASKS for index in indices):
+        return False
+    accumulate = len(args) > 3 and args[3]
+    fills = name != "aten::index" and args[2].numel() == 1 and not accumulate
+    return not (fills and all(index.dtype in _MASKS for index in indices))
+
+
+def _crosses_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    kinds = {tensor.device.type for tensor in tensors}
+    target = kwargs.get("device")
+    if target is not None and tensors and func.name().startswith("aten::_to_copy"):
+        kinds.add(torch.device(target).type)
+    return "cpu" in kinds and len(kinds - {"meta"}) > 1
+
+
+def function_hazard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hazard | None:
+    """Whether a Python-level function reads a tensor on the host, or makes one there for the device."""
+    if func in _HOST_READS:
+        return _HOST_READS[func]
+    if func is torch.Tensor.to and any(
+        type(to) is str and to == "cpu" for to in (*args[1:2], kwargs.get("device"))
+    ):
+        return Reason.HOST_COPY, 'Tensor.to("cpu")'  # a literal; `.to(x.device)` follows its module
+    if func in _FACTORIES and torch.device(kwargs.get("device") or "cpu").type not in (
+        "cpu",
+        "meta",
+    ):
+        return Reason.HOST_COPY, f"torch.{func.__name__}(..., device={kwargs['device']!r})"
+    return None
+
+
+# These write the running statistics (arguments 3 and 4) in training, which their schema does not say.
+_HIDDEN_WRITES = frozenset(
+    {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+)
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes, by its schema and by the exceptions known."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    if func.name().split(".")[0] in _HIDDEN_WRITES and args[5]:
+        found += args[3:5]
+    return [leaf for leaf in _pytree.tree_leaves(found) if isinstance(leaf, Tensor)]

@@ -1,0 +1,1 @@
+"""Planning from traffic: numpy at most, no torch."""

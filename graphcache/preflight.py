@@ -1,0 +1,349 @@
+"""Trial runs: the module runs once, watched, and everything but its result is undone.
+
+An `Observer` sees each ATen operation before it runs and notes what a capture could not hold, what was read and
+written, and whether random numbers were drawn. It only notes; the run goes on, since all of it is harmless in eager.
+While a trial lasts "are we capturing?" is answered yes, in this thread only: model code asks, and skips host checks
+(transformers drops an all-ones mask by such a check, and would be refused for it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphcache.errors import Fallback
+from graphcache.hazards import function_hazard, operation_hazard, written_tensors
+from graphcache.reasons import Reason
+from graphcache.signature import Spec, flatten
+from graphcache.watch import Attributes
+
+_INTERNAL_PATHS = tuple(
+    str(Path(module.__file__).parent) for module in (torch, sys.modules[__package__])
+)
+_trial = threading.local()
+
+#: One trial or capture at a time in the process (invariant I6); a capture may start trials of its own.
+CAPTURE_LOCK = threading.RLock()
+
+
+class Origin(NamedTuple):
+    """Where a result tensor comes from: made by the run (the `index`-th such tensor), input `index` itself, a view of
+    input `index`, or the module's state."""
+
+    kind: Literal["made", "input", "view", "state"]
+    index: int = 0
+
+
+@dataclass(slots=True)
+class Observation:
+    """What one trial run did. `written` holds the bytes that the run left in the storages it wrote, before the undo."""
+
+    outputs: list[Tensor]
+    spec: Spec
+    reads: list[Tensor]
+    writes: list[Tensor]
+    written: list[Tensor]
+    draws: bool
+    origins: list[Origin]
+    hazard: Fallback | None = None
+
+
+def in_trial() -> bool:
+    """Whether this thread is inside a trial run or a capture."""
+    return getattr(_trial, "depth", 0) > 0
+
+
+@contextlib.contextmanager
+def as_captured() -> Iterator[None]:
+    """The modes of a capture: no grad, inference mode off, no autocast weight cache, "capturing?" answered yes.
+
+    The weight cache would keep casts of today's weights inside the graph.
+    """
+    caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    _trial.depth = getattr(_trial, "depth", 0) + 1
+    try:
+        with torch.inference_mode(False), torch.no_grad(), _answering_yes():
+            yield
+    finally:
+        _trial.depth -= 1
+        torch.set_autocast_cache_enabled(caching)
+
+
+@contextlib.contextmanager
+def _answering_yes() -> Iterator[None]:
+    original, me = torch.cuda.is_current_stream_capturing, threading.get_ident()
+
+    def capturing() -> bool:
+        return threading.get_ident() == me or original()
+
+    places = (torch.cuda, torch.cuda.graphs)
+    try:
+        for place in places:
+            place.is_current_stream_capturing = capturing  # type: ignore[assignment]
+        yield
+    finally:
+        for place in places:
+            place.is_current_stream_capturing = original
+
+
+@dataclass(slots=True)
+class RandomStates:
+    """Every generator that a module may draw from unasked: torch's defaults, `random`, `numpy.random`."""
+
+    device: torch.device
+    torch_state: list[Tensor] = field(init=False)
+    python: Any = field(init=False)
+    numpy: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.torch_state = self._torch()
+        self.python, self.numpy = random.getstate(), np.random.get_state()
+
+    def _torch(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        return (
+            [*states, torch.cuda.get_rng_state(self.device)]
+            if self.device.type == "cuda"
+            else states
+        )
+
+    def drawn(self) -> bool:
+        """Whether the device's default generator has moved on."""
+        return not torch.equal(self.torch_state[-1], self._torch()[-1])
+
+    def drawn_elsewhere(self) -> str | None:
+        """A generator that has moved on and that a graph would freeze."""
+        state = np.random.get_state()
+        if random.getstate() != self.python:
+            return "Python's `random`"
+        if state[2] != self.numpy[2] or not np.array_equal(state[1], self.numpy[1]):
+            return "`numpy.random`"
+        if self.device.type == "cuda" and not torch.equal(
+            self.torch_state[0], torch.get_rng_state()
+        ):
+            return "the CPU's default generator"
+        return None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch_state[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self.torch_state[1], self.device)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+class Observer(TorchDispatchMode):
+    """Notes hazards, reads, writes and draws of every ATen operation. Keeps the bytes of what is about to be written."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.hazard: Fallback | None = None
+        self.operations = 0
+        self.reads: dict[int, Tensor] = {}
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inputs = {storage_id(tensor): tensor for tensor in inputs}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.operations += 1
+        tensors = _tensors((args, kwargs))
+        self._look(func, args, kwargs, tensors)
+        if not func.name().startswith("aten::lift"):  # how a new torch.tensor(...) announces itself
+            for tensor in tensors:
+                self._read(tensor)
+        for tensor in written_tensors(func, args, kwargs):
+            self._write(func, tensor)
+        result = func(*args, **kwargs)
+        outside = self.reads.keys() | self._inputs.keys()
+        self._made.update(key for key in map(storage_id, _tensors(result)) if key not in outside)
+        return result
+
+    def _look(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+        found = operation_hazard(func, args, kwargs)
+        if found is not None and not (
+            found[0] is Reason.HOST_COPY and self._constants(func, tensors)
+        ):
+            self.note(*found)
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in _default_generators():
+            self.note(Reason.GENERATOR, f"{func.name()} draws from a generator of its own")
+
+    def _constants(self, func: Any, tensors: list[Tensor]) -> bool:
+        """CPU scalars that the run itself made are constants of the key; a kernel takes them by value."""
+        cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        by_value = not func.name().startswith(("aten::_to_copy", "aten::copy_"))
+        return by_value and all(t.dim() == 0 and storage_id(t) in self._made for t in cpu)
+
+    def _read(self, tensor: Tensor) -> None:
+        key = storage_id(tensor)
+        if key not in self._made and key not in self._inputs:
+            self.reads.setdefault(
+                key, tensor
+            )  # held for the run, so that its id is not given out again
+
+    def _write(self, func: Any, tensor: Tensor) -> None:
+        key = storage_id(tensor)
+        if key in self._inputs:
+            self.note(Reason.INPUT_MUTATED, f"{func.name()}")
+        elif key not in self._made and key not in self.kept:
+            self.kept[key] = (tensor, storage_bytes(tensor).clone())
+
+    def note(self, reason: Reason, what: str) -> None:
+        """Keep the first hazard, with the user's source line."""
+        if self.hazard is None:
+            self.hazard = Fallback(reason, f"{what} at {user_line()}")
+
+    def made(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._made
+
+    def undo(self) -> list[Tensor]:
+        """Put back every byte written outside the run; returns what had been left there."""
+        left = []
+        for tensor, before in self.kept.values():
+            live = storage_bytes(tensor)
+            left.append(live.clone())
+            live.copy_(before)
+        return left
+
+
+class HostReads(TorchFunctionMode):
+    """Sees the reads of CPU tensors that issue no ATen operation, and passes them to `note`."""
+
+    def __init__(self, note: Callable[[Reason, str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function_hazard(func, args, kwargs or {})
+        if found is not None:
+            self._note(*found)
+        return func(*args, **(kwargs or {}))
+
+
+def observe(
+    run: Callable[[], Any], inputs: Sequence[Tensor], module: nn.Module | None, device: torch.device
+) -> Observation:
+    """Run once under watch and undo all it did to the module's tensors and attributes and to the generators.
+
+    Args:
+        run: calls the module on `inputs`, which are the caller's to lose.
+
+    Raises:
+        Fallback: `unsupported-output`; anything that `run` raises passes through, after the undo.
+    """
+    attributes, generators = Attributes(module), RandomStates(device)
+    observer = Observer(inputs)
+    outputs: list[Tensor] = []
+    try:
+        with as_captured(), _noting_synchronize(observer.note):
+            with HostReads(observer.note), observer:
+                result = run()
+            spec = flatten(result, outputs, Reason.UNSUPPORTED_OUTPUT)
+        draws, elsewhere = generators.drawn(), generators.drawn_elsewhere()
+    finally:
+        written = observer.undo()
+        changed = attributes.restore()
+        generators.restore()
+    if elsewhere is not None:
+        observer.hazard = observer.hazard or Fallback(
+            Reason.GENERATOR, f"forward draws from {elsewhere}"
+        )
+    if changed:
+        observer.hazard = observer.hazard or Fallback(
+            Reason.STATE_WRITTEN, "forward changes the module's attributes"
+        )
+    if outputs and not observer.operations and device.type == "cpu":
+        observer.hazard = observer.hazard or Fallback(
+            Reason.OPAQUE_CODE, "forward issued no ATen operation"
+        )
+    return Observation(
+        outputs=outputs,
+        spec=spec,
+        reads=list(observer.reads.values()),
+        writes=[tensor for tensor, _ in observer.kept.values()],
+        written=written,
+        draws=draws,
+        origins=_origins(outputs, inputs, observer),
+        hazard=observer.hazard,
+    )
+
+
+@contextlib.contextmanager
+def _noting_synchronize(note: Callable[[Reason, str], None]) -> Iterator[None]:
+    """`torch.cuda.synchronize()` is fatal to a capture, and no mode or debug switch sees it."""
+    original, me = torch.cuda.synchronize, threading.get_ident()
+
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == me:
+            note(Reason.HOST_SYNC, "torch.cuda.synchronize()")
+        original(*args, **kwargs)
+
+    torch.cuda.synchronize = synchronize
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize = original
+
+
+def _origins(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], observer: Observer
+) -> list[Origin]:
+    positions = {id(tensor): i for i, tensor in enumerate(inputs)}
+    storages = {storage_id(tensor): i for i, tensor in enumerate(inputs)}
+    made: dict[int, int] = {}
+    found = []
+    for output in outputs:
+        if id(output) in positions:
+            found.append(Origin("input", positions[id(output)]))
+        elif storage_id(output) in storages:
+            found.append(Origin("view", storages[storage_id(output)]))
+        elif observer.made(output):
+            found.append(Origin("made", made.setdefault(id(output), len(made))))
+        else:
+            found.append(Origin("state"))
+    return found
+
+
+def storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor as bytes, sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def user_line() -> str:
+    """File and line of the innermost frame outside PyTorch and this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [
+        leaf
+        for leaf in _pytree.tree_leaves(tree)
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    ]
+
+
+def _default_generators() -> list[torch.Generator]:
+    on_device = list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []
+    return [torch.default_generator, *on_device]

@@ -1,0 +1,342 @@
+"""The padding probe: may a dim of this module be padded, with which fills, and what follows the dim in the outputs?
+
+Padding is neutral if, with some smallest set of *controls* held at their fill (a mask at 0, say), finite garbage of
+either sign in every other padded input leaves the real part unchanged: bit for bit between two garbage runs at one
+padded shape, and by norm against the run at the real shape. The real part is the real rows of every output and the
+module's state. Garbage for integers and bools is drawn from the values of the real input, never out of their range: an
+index out of range is a device assert, which ends the process's CUDA context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from graphcache.compare import all_close, all_same
+from graphcache.errors import Fallback
+from graphcache.padding import REPEAT, Fill, OutputAxis, allocate, cut, fit, head, tails
+from graphcache.preflight import Observation
+from graphcache.reasons import Reason
+from graphcache.signature import Input
+
+MAX_CONTROLS = 3
+Garbage = Callable[[Tensor, Tensor, int], Tensor]
+
+_LARGE, _PLAIN = 8.0, 1.0  # garbage in units of the input's own largest magnitude
+
+
+@dataclass(frozen=True, slots=True)
+class DimFacts:
+    """What the probe found about one dim of one signature.
+
+    `fills` maps each input (by position) to the fill that calls must restore; inputs that follow the dim and are not
+    in it are inert: even NaN in their tails leaves the real part alone. `controls` are those the result depends on.
+    `axes` tells how each output follows the dim, None if it could not be told; `smallest` is 2 for a module whose
+    results have another form at size 1 (`squeeze()`).
+    """
+
+    neutral: bool
+    detail: str = ""
+    reason: Reason = Reason.BATCH_COUPLED
+    controls: Mapping[str, Fill] = field(default_factory=dict)
+    fills: Mapping[int, Fill] = field(default_factory=dict)
+    axes: Sequence[Sequence[OutputAxis]] | None = None
+    smallest: int = 1
+    independent: bool = False
+
+
+class Probe:
+    """Probes the dims of one signature.
+
+    Args:
+        run: observes the module on the given tensors, in the order of the signature, which it may write to.
+        inputs: the signature's inputs.
+        leaves: the real call's tensors, in the same order, on the device where the module gets them.
+        named: fills that the caller chose, by input name.
+        trusting: leave out the garbage (verify="off"): shapes are learned, neutrality is taken for granted.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Tensor]], Observation],
+        inputs: Sequence[Input],
+        leaves: Sequence[Tensor],
+        named: Mapping[str, Fill],
+        trusting: bool = False,
+    ) -> None:
+        self._run = run
+        self._inputs = inputs
+        self._leaves = leaves
+        self._named = named
+        self._trusting = trusting
+
+    def dim(self, dim: int, sizes: Sequence[int], padded: int) -> DimFacts:
+        """Probe one dim between a real size and `padded`; the other dims keep their real size.
+
+        The real size is at most half of the padded one, so that factors that depend on the shape show.
+        """
+        padded = max(2, padded)
+        real = max(min(sizes[dim], padded // 2), min(2, padded // 2))
+        small = (*sizes[:dim], real, *sizes[dim + 1 :])
+        axes = None
+        try:
+            trial = _DimTrial(self._run, self._inputs, self._leaves, dim, small, padded)
+            axes = trial.follow(trial.observe({}, _garbage(-_PLAIN)))
+            facts = self._trust(trial) if self._trusting else self._settle(trial, axes)
+            return dataclasses.replace(
+                facts, axes=axes, smallest=1 if trial.holds_at_one(axes) else 2
+            )
+        except Fallback as refusal:
+            return DimFacts(False, refusal.detail, refusal.reason, axes=axes)
+
+    def _trust(self, trial: _DimTrial) -> DimFacts:
+        fills = {i: self._named.get(self._inputs[i].name, REPEAT) for i in trial.followers}
+        return DimFacts(True, "not probed", fills=fills, independent=True)
+
+    def _settle(self, trial: _DimTrial, axes: list[list[OutputAxis]]) -> DimFacts:
+        for controls in self._control_sets(trial):
+            plain = trial.observe(controls, _garbage(-_PLAIN))
+            if trial.agree(
+                plain, trial.observe(controls, _garbage(_LARGE)), axes
+            ) and trial.matches_real(plain, axes):
+                return self._facts(trial, controls, plain, axes)
+        coupled = Reason.BATCH_COUPLED if trial.leading else Reason.PAD_NOT_NEUTRAL
+        raise Fallback(coupled, "values in padded rows change real results")
+
+    def _control_sets(self, trial: _DimTrial) -> Iterator[dict[int, Fill]]:
+        """Sets of held inputs with their fills, smallest first; at least one input is left for garbage."""
+        eligible = [i for i in trial.followers if _may_control(self._inputs[i], self._named)]
+        most = min(MAX_CONTROLS, len(trial.followers) - 1, len(eligible))
+        for count in range(most + 1):
+            for held in itertools.combinations(eligible, count):
+                choices = [self._choices(i) for i in held]
+                for fills in itertools.product(*choices):
+                    yield dict(zip(held, fills, strict=True))
+
+    def _choices(self, i: int) -> Sequence[Fill]:
+        name = self._inputs[i].name
+        return [self._named[name]] if name in self._named else [REPEAT, 0]
+
+    def _facts(
+        self,
+        trial: _DimTrial,
+        controls: dict[int, Fill],
+        plain: Observation,
+        axes: list[list[OutputAxis]],
+    ) -> DimFacts:
+        fills = dict(controls)
+        rest = [i for i in trial.followers if i not in controls]
+        floats = [
+            i
+            for i in rest
+            if self._inputs[i].dtype.is_floating_point or self._inputs[i].dtype.is_complex
+        ]
+        if floats and not trial.agree(plain, trial.observe(controls, _not_a_number), axes):
+            fills |= {i: self._named.get(self._inputs[i].name, REPEAT) for i in floats}
+        if not trial.agree(
+            plain,
+            trial.observe({i: fills.get(i, REPEAT) for i in trial.followers}, _garbage(-_PLAIN)),
+            axes,
+        ):
+            raise Fallback(Reason.PAD_NOT_NEUTRAL, "the fill itself changes real results")
+        named = {self._inputs[i].name: fill for i, fill in controls.items()}
+        apart = not plain.draws and not plain.writes
+        independent = apart and trial.independent(trial.observe(controls, _garbage(-_PLAIN)), axes)
+        return DimFacts(True, controls=named, fills=fills, independent=independent)
+
+
+class _DimTrial:
+    """Runs at a real and at a padded size of one dim."""
+
+    def __init__(
+        self,
+        run: Callable[[list[Tensor]], Observation],
+        inputs: Sequence[Input],
+        leaves: Sequence[Tensor],
+        dim: int,
+        sizes: Sequence[int],
+        padded: int,
+    ) -> None:
+        self._run = run
+        self._inputs = inputs
+        self._dim, self._sizes = dim, tuple(sizes)
+        self._bucket = (*sizes[:dim], padded, *sizes[dim + 1 :])
+        self._leaves = [
+            _placed(leaf, spec, sizes) for leaf, spec in zip(leaves, inputs, strict=True)
+        ]
+        self.followers = [i for i, spec in enumerate(inputs) if any(d == dim for _, d in spec.axes)]
+        self.leading = all(
+            axis == 0 for i in self.followers for axis, d in inputs[i].axes if d == dim
+        )
+        self.real = run([leaf.clone() for leaf in self._leaves])
+        self._last: list[Tensor] = []
+
+    def observe(self, fills: Mapping[int, Fill], garbage: Garbage) -> Observation:
+        """Run at the padded size, the tails holding their fill, or garbage where they have none."""
+        self._last = []
+        for i, (spec, leaf) in enumerate(zip(self._inputs, self._leaves, strict=True)):
+            static = allocate(spec, self._bucket)
+            head(static, spec, self._sizes).copy_(leaf)
+            for refill in tails(
+                static, spec, self._sizes, self._bucket, {self._dim: fills.get(i, 0)}
+            ):
+                if i in fills:
+                    refill()
+                else:
+                    refill.tail.copy_(garbage(refill.rows, refill.tail, refill.axis))
+            self._last.append(static)
+        return self._run([static.clone() for static in self._last])
+
+    def follow(self, padded: Observation) -> list[list[OutputAxis]]:
+        """How each output's axes follow the dim, from the two sizes: scale * n + offset with a whole scale.
+
+        Raises:
+            Fallback: `unsupported-output`.
+        """
+        if padded.spec != self.real.spec:
+            raise Fallback(
+                Reason.PAD_NOT_NEUTRAL, "a plain value in the result depends on the padded size"
+            )
+        n, step = self._sizes[self._dim], self._bucket[self._dim] - self._sizes[self._dim]
+        return [
+            _line(self._dim, n, step, small.shape, large.shape)
+            for small, large in zip(self.real.outputs, padded.outputs, strict=True)
+        ]
+
+    def holds_at_one(self, axes: list[list[OutputAxis]]) -> bool:
+        """Whether a run at size 1 gives results of the form that the other sizes have."""
+        one = (*self._sizes[: self._dim], 1, *self._sizes[self._dim + 1 :])
+        try:
+            seen = self._run(
+                [
+                    _placed(leaf, spec, one)
+                    for leaf, spec in zip(self._leaves, self._inputs, strict=True)
+                ]
+            )
+        except Fallback:
+            return False
+        expected = [cut(out, a, one).shape for out, a in zip(self.real.outputs, axes, strict=True)]
+        return seen.spec == self.real.spec and [out.shape for out in seen.outputs] == expected
+
+    def agree(self, ours: Observation, theirs: Observation, axes: list[list[OutputAxis]]) -> bool:
+        """Equal real parts of two runs at the padded shape: bits, or norms if the module's equal runs differ in bits."""
+        a, b = self._real_part(ours, axes), self._real_part(theirs, axes)
+        if all_same(a, b):
+            return True
+        again = self._real_part(self._run([static.clone() for static in self._last]), axes)
+        return not all_same(b, again) and all_close(a, b)
+
+    def matches_real(self, padded: Observation, axes: list[list[OutputAxis]]) -> bool:
+        """Whether the padded run agrees with the real one; not comparable if the runs draw random numbers."""
+        return padded.draws or all_close(
+            self._real_part(padded, axes), [*self.real.outputs, *self.real.written]
+        )
+
+    def _real_part(self, seen: Observation, axes: list[list[OutputAxis]]) -> list[Tensor]:
+        return [
+            *(cut(out, a, self._sizes) for out, a in zip(seen.outputs, axes, strict=True)),
+            *seen.written,
+        ]
+
+    def independent(self, whole: Observation, axes: list[list[OutputAxis]]) -> bool:
+        """Whether rows depend on nothing but themselves: two halves run alone give the rows of the whole.
+
+        The whole is the last padded run, so there are two rows at least, and its rows differ. Outputs without the dim are compared call by
+        call when pieces are joined; those with it must have it once, one row for one.
+        """
+        if any(len(a) > 1 or any((axis.scale, axis.offset) != (1, 0) for axis in a) for a in axes):
+            return False
+        total = self._bucket[self._dim]
+        middle = total // 2
+        for start, stop in ((0, middle), (middle, total)):
+            part = self._run([self._rows(i, start, stop) for i in range(len(self._inputs))])
+            wanted = [
+                out.narrow(a[0].axis, start, stop - start) if a else out
+                for out, a in zip(whole.outputs, axes, strict=True)
+            ]
+            moving = [k for k, a in enumerate(axes) if a]
+            if part.spec != whole.spec or not all_close(
+                [part.outputs[k] for k in moving], [wanted[k] for k in moving]
+            ):
+                return False
+        return True
+
+    def _rows(self, i: int, start: int, stop: int) -> Tensor:
+        static = self._last[i]
+        for axis, dim in self._inputs[i].axes:
+            if dim == self._dim:
+                static = static.narrow(axis, start, stop - start)
+        return static.clone()
+
+
+def _placed(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
+    return allocate(spec, sizes).copy_(fit(leaf, spec, sizes))
+
+
+def _line(
+    dim: int, n: int, step: int, small: Sequence[int], large: Sequence[int]
+) -> list[OutputAxis]:
+    if len(small) != len(large):
+        raise Fallback(
+            Reason.UNSUPPORTED_OUTPUT,
+            f"an output has {len(small)} axes at size {n}, {len(large)} padded",
+        )
+    found = []
+    for axis, (a, b) in enumerate(zip(small, large, strict=True)):
+        scale, remainder = divmod(b - a, step)
+        if remainder or scale < 0:
+            raise Fallback(
+                Reason.UNSUPPORTED_OUTPUT,
+                f"axis {axis} of an output grows from {a} to {b} for {step} rows",
+            )
+        if scale:
+            found.append(OutputAxis(axis, dim, scale, a - scale * n))
+    return found
+
+
+def _may_control(spec: Input, named: Mapping[str, Fill]) -> bool:
+    return spec.name in named or not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+
+
+def _garbage(scale: float) -> Garbage:
+    """Finite values of one sign for floats; for integers and bools one real row, another one for the other sign. Seeded.
+
+    Rows are taken whole, since each column may index a table of its own. Where all real rows are equal, any index
+    between 0 and the real one is in range as well.
+    """
+
+    def make(real: Tensor, tail: Tensor, axis: int) -> Tensor:
+        source = torch.Generator(device="cpu").manual_seed(int(abs(scale)))
+        noise = torch.rand(tail.shape, generator=source).to(tail.device)
+        if not (real.is_floating_point() or real.is_complex()):
+            return _row(real, axis, scale > 0, noise)
+        magnitude = real.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+        unit = torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude))
+        return (scale * unit * (0.5 + noise)).to(tail.dtype).nan_to_num()
+
+    return make
+
+
+def _row(real: Tensor, axis: int, other: bool, noise: Tensor) -> Tensor:
+    first = real.narrow(axis, 0, 1)
+    if not other:
+        return first.expand(noise.shape)
+    unlike = (
+        (real != first).movedim(axis, 0).flatten(1).any(1).nonzero()
+        if real.dim() > 1
+        else (real != first).nonzero()
+    )
+    if len(unlike):
+        return real.narrow(axis, int(unlike[0]), 1).expand(noise.shape)
+    return torch.where(first > 0, ((first + 1) * noise.double()).floor().to(real.dtype), first)
+
+
+def _not_a_number(real: Tensor, tail: Tensor, axis: int) -> Tensor:
+    if real.is_floating_point() or real.is_complex():
+        return torch.full_like(tail, float("nan"))
+    return _garbage(-_PLAIN)(real, tail, axis)

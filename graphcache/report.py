@@ -1,0 +1,45 @@
+"""Tells the user of fallbacks: a log line for the first of each, a warning or an error where asked for."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from graphcache.errors import CaptureError, Fallback, GraphCacheError
+from graphcache.reasons import QUIET, Reason
+
+logger = logging.getLogger("graphcache")
+
+_MAX_SEEN = 1024
+
+
+class FallbackReport:
+    """Called with each fallback of one cache.
+
+    Args:
+        name: the module's class.
+        policy: "eager", "warn" or "raise".
+
+    Raises:
+        GraphCacheError: under "raise", unless the reason belongs to ordinary use (see `reasons.QUIET`).
+    """
+
+    def __init__(self, name: str, policy: str) -> None:
+        self._name = name
+        self._policy = policy
+        self._seen: set[tuple[Reason, str]] = set()
+
+    def __call__(self, fallback: Fallback) -> None:
+        reason = fallback.reason
+        text = f"{self._name} runs eagerly: {reason}: {fallback.detail or reason.phrase}"
+        if self._policy == "raise" and reason not in QUIET:
+            kind = CaptureError if reason is Reason.CAPTURE_FAILED else GraphCacheError
+            raise kind(f"{text}. ({reason.phrase})") from fallback
+        if (reason, fallback.detail) in self._seen or len(self._seen) >= _MAX_SEEN:
+            return
+        self._seen.add((reason, fallback.detail))
+        logger.log(
+            logging.INFO if reason in QUIET else logging.WARNING, "%s (%s)", text, reason.phrase
+        )
+        if self._policy == "warn" and reason not in QUIET:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)

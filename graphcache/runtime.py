@@ -1,0 +1,442 @@
+"""GraphCache: decides what serves a call, and drives it through the graph that does.
+
+A call is a straight line: find its plan (hit), or decide one (miss: read, refuse or learn, choose a bucket, admit,
+capture), then fill, replay, copy out. Whatever raises `Fallback` on the way runs eagerly, counted with its reason; no
+other exception of ours leaves where eager would have succeeded (invariant I10).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from graphcache.call import Call
+from graphcache.callplan import CallPlan
+from graphcache.delegate import Delegate
+from graphcache.errors import Fallback, GraphCacheError
+from graphcache.explain import Explanation, ProbeReport
+from graphcache.miss import MissPath
+from graphcache.padding import Fill
+from graphcache.planning.profile import TrafficProfile
+from graphcache.preflight import in_trial
+from graphcache.reasons import Reason
+from graphcache.report import FallbackReport
+from graphcache.settings import Settings, parse_bytes
+from graphcache.shadow import Shadow
+from graphcache.signature import call_key, modes
+from graphcache.splitting import SplitPlan
+from graphcache.stats import Ledger, Stats
+
+MAX_PLANS = 4096
+MAX_TRIES = 3
+
+Plan = CallPlan | SplitPlan
+
+
+class GraphCache(Delegate):
+    """Serve a module's calls by CUDA graphs captured at a few padded sizes; run eagerly, with a reason, what cannot be.
+
+    On CPU tensors a recorder of ATen operations stands in for CUDA graphs. Thread-safe: one call of a cache at a time
+    uses the graphs. A replay is asynchronous on the caller's current stream; a capture (at the first use of a bucket)
+    waits for the device. Results are the caller's own memory unless `outputs="view"`.
+
+    Args:
+        module: an nn.Module, a bound method of one, or a plain callable.
+        buckets: sizes of the one dynamic dim ([8, 16, 32]), a grid by dim name, a list of tuples in the order of the
+            dims, or None: exact sizes, captured while there is room.
+        dynamic_shapes: which axes of which arguments vary, in `torch.export`'s form; dims are strings or
+            `torch.export.Dim`. None: one dim "batch", axis 0 of the first tensor and of those that follow it.
+        fill: by input name, the number to pad with, or "repeat" (the last real row). Unset: the probe settles it.
+        split: "auto", a dim's name or None: may a call above every bucket be served in pieces?
+        max_graphs: bound of the LRU; None: the larger of 32 and the number of buckets.
+        max_bytes: bound on `stats().graph_bytes`, an int or text such as "2GiB".
+        max_signatures: how many distinct signatures may own graphs.
+        capture_after: capture a bucket on its n-th use.
+        max_padding_ratio: run eagerly when padded / real elements exceeds this.
+        outputs: "copy", or "view": results are valid until the next call of this cache.
+        verify: "capture" probes padding before it is used; a fraction also shadows that share of calls by eager; "off"
+            pads only dims named in `dynamic_shapes`, unprobed.
+        on_fallback: "eager", "warn", or "raise" a GraphCacheError naming module and reason.
+        autograd: not yet.
+        compile: compile the module first, `torch.compile(module, dynamic=True)`.
+        backend: "auto", "cuda" or "recorded".
+        group: not yet.
+
+    Raises:
+        BucketError: buckets or dynamic_shapes that cannot be used.
+        GraphCacheError: another option outside its values.
+
+    Example:
+        >>> fast = GraphCache(torch.nn.Linear(4, 2), buckets=[8, 16])
+        >>> with torch.inference_mode():
+        ...     fast(torch.ones(5, 4)).shape
+        torch.Size([5, 2])
+    """
+
+    _own = frozenset({"_plans", "_ledger", "_lent", "traffic"})
+
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        buckets: Any = None,
+        *,
+        dynamic_shapes: Any = None,
+        fill: Mapping[str, Fill] | None = None,
+        split: str | None = "auto",
+        max_graphs: int | None = None,
+        max_bytes: int | str | None = None,
+        max_signatures: int = 64,
+        capture_after: int = 1,
+        max_padding_ratio: float | None = None,
+        outputs: str = "copy",
+        verify: float | str = "capture",
+        on_fallback: str = "eager",
+        autograd: bool = False,
+        compile: bool = False,
+        backend: str = "auto",
+        group: Any = None,
+    ) -> None:
+        if autograd or group is not None:
+            raise GraphCacheError(
+                "`autograd=True` and `group=` are not yet supported; leave them out."
+            )
+        settings = Settings(
+            buckets=buckets,
+            dynamic_shapes=dynamic_shapes,
+            fill=dict(fill or {}),
+            split=split,
+            max_graphs=max_graphs,
+            max_bytes=parse_bytes(max_bytes),
+            max_signatures=max_signatures,
+            capture_after=capture_after,
+            max_padding_ratio=max_padding_ratio,
+            outputs=outputs,
+            verify=verify,
+            on_fallback=on_fallback,
+            backend=backend,
+            compile=compile,
+        )
+        owner = getattr(module, "__self__", module)
+        inner = owner if isinstance(owner, nn.Module) else None
+        super().__init__(inner)
+        own = self.__dict__
+        own["_wrapped"], own["_settings"] = module, settings
+        own["_lock"] = threading.RLock()
+        own["_plans"] = {}
+        own["_ledger"] = Ledger()
+        own["_lent"] = []
+        own["_miss"] = MissPath(module, inner, settings, self._ledger, self._forget)
+        own["traffic"] = TrafficProfile(self._miss.dims.names)
+        own["_report"] = FallbackReport(self._miss.name, settings.on_fallback)
+        own["_shadow"] = Shadow(settings.shadowed)
+
+    # The call.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `module(*args, **kwargs)` returns, usually by one graph replay.
+
+        Raises:
+            GraphCacheError: under `on_fallback="raise"`; otherwise only what the module raises.
+        """
+        if torch.compiler.is_compiling() or in_trial():
+            return self._miss.target(*args, **kwargs)
+        try:
+            with self._lock:
+                result = self._serve(args, kwargs)
+                self._ledger.calls += 1
+        except Fallback as fallback:
+            return self._eager(fallback, args, kwargs)
+        if self._shadow.due():
+            self._compare(result, args, kwargs)
+        return result
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call by its plan; a module that changed under it is looked at again and the call repeated."""
+        self._miss.refuse_context()
+        for _ in range(MAX_TRIES):
+            leaves: list[Tensor] = []
+            plan = self._plan(args, kwargs, leaves)
+            if isinstance(plan, SplitPlan):
+                return self._in_pieces(plan, leaves)
+            outputs = self._replay(plan, leaves)
+            if outputs is not None:
+                return plan.result(outputs, leaves)
+            self._plans.clear()
+        raise Fallback(
+            Reason.STATE_WRITTEN, f"the module changed during {MAX_TRIES} tries of this call"
+        )
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]) -> Plan:
+        miss = self._miss
+        form = call_key(args, kwargs, leaves)
+        key = (form, torch.is_grad_enabled(), modes(miss.device_type(leaves)), miss.watch.state)
+        plan: Plan | None = self._plans.get(key)
+        if plan is None:
+            miss.catch_up()
+            plan = miss.decide(Call(miss.binder, args, kwargs))
+            while len(self._plans) >= MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[(*key[:3], miss.watch.state)] = plan
+        return plan
+
+    def _replay(self, plan: CallPlan, leaves: list[Tensor]) -> list[Tensor] | None:
+        """Replay and count, or None if the module is no longer what was captured.
+
+        A graph that only computes is launched before the module is compared, since a late find can still be answered by
+        running again; one that writes state is compared first. Freed memory is always known before.
+        """
+        watch, entry, ledger = self._miss.watch, plan.entry, self._ledger
+        if (
+            watch.lost
+            or (entry.writes and not watch.same())
+            or (torch.is_grad_enabled() and watch.needs_grad())
+        ):
+            return None
+        if self._lent:
+            self._take_back()
+        self._miss.enter()
+        outputs = plan.run(leaves)
+        if not entry.writes and not watch.same():
+            return None
+        self._lent = [weakref.ref(output) for output in outputs] if plan.lends else []
+        self._miss.count_use(entry)
+        ledger.served(plan.bucket, plan.real, plan.padded)
+        self.traffic.record(plan.traffic)
+        return outputs
+
+    def _in_pieces(self, plan: SplitPlan, leaves: list[Tensor]) -> Any:
+        results = []
+        for piece in plan.pieces:
+            args, kwargs = plan.cut(leaves, piece)
+            try:
+                results.append(self._serve(args, kwargs))
+            except Fallback as fallback:
+                self._report(fallback)
+                results.append(self._miss.target(*args, **kwargs))
+                self._ledger.fell_back(fallback.reason)
+        self._ledger.splits += 1
+        return plan.join(results)
+
+    def _eager(self, fallback: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._report(fallback)
+        result = self._miss.target(*args, **kwargs)
+        with self._lock:
+            self._ledger.calls += 1
+            self._ledger.fell_back(fallback.reason)
+        return result
+
+    def _compare(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._lock:
+            plan = self._plan(args, kwargs, [])
+            if isinstance(plan, SplitPlan) or plan.entry.writes or plan.entry.draws:
+                return
+            mismatch = self._shadow.run(self._miss.target, result, args, kwargs)
+            if mismatch is not None:
+                self._miss.quarantine(plan, mismatch)
+                self._report(mismatch)
+
+    # Ahead of calls.
+
+    def warmup(
+        self, sizes: Iterable[Any] | None = None, sample: Any = None, progress: bool = True
+    ) -> None:
+        """Capture graphs ahead of traffic, largest first, and wait until they are ready.
+
+        Graphs are those of calls without gradients, in whatever mode this is called.
+
+        Args:
+            sizes: buckets to capture; None: all.
+            sample: one call's arguments (a tuple is *args, a dict **kwargs, anything else one argument), which are cut
+                or repeated to each size; None: the form of the calls seen so far.
+            progress: show a progress bar.
+
+        Raises:
+            GraphCacheError: no sample and no call seen yet; under `on_fallback="raise"` also what stops a capture.
+
+        Example:
+            >>> fast = GraphCache(torch.nn.Linear(4, 2).eval(), buckets=[8, 16])
+            >>> fast.warmup(sample=torch.ones(1, 4), progress=False)
+            >>> fast.stats().warmup_captures
+            2
+        """
+        with self._lock, torch.no_grad():
+            calls = [self._call(sample)] if sample is not None else self._miss.seen_calls()
+            if not calls:
+                raise GraphCacheError(
+                    "warmup() has seen no call yet; pass `sample`, one call's arguments."
+                )
+            wanted = self._miss.warmup_sizes(sizes)
+            for call, bucket in tqdm(
+                [(c, b) for b in wanted for c in calls], "graphcache", disable=not progress
+            ):
+                try:
+                    self._miss.warm(call, bucket)
+                except Fallback as fallback:
+                    self._report(fallback)
+            self._miss.wait()
+
+    def seal(self) -> None:
+        """Never capture again: calls without a graph run eagerly, as `not-admitted`."""
+        with self._lock:
+            self._miss.sealed = True
+
+    def static_inputs(self, sizes: Any, like: Any = None) -> dict[str, Tensor]:
+        """Views of the static inputs that a call of these sizes would be copied into, by input name.
+
+        Write into them (on the stream that calls the cache) and pass them as the call's tensors: nothing is copied.
+        They stay the cache's memory: a call of another size in the same bucket overwrites them, and after an eviction
+        they are ordinary tensors. Captures the bucket if it has no graph yet.
+
+        Args:
+            sizes: one size for each dynamic dim, or an int.
+            like: a call's arguments, as in `warmup`; needed unless calls of exactly one form were seen.
+
+        Raises:
+            GraphCacheError: no form or several, or the reason why these sizes get no graph.
+
+        Example:
+            >>> fast = GraphCache(torch.nn.Linear(4, 2).eval(), buckets=[8])
+            >>> with torch.inference_mode():
+            ...     x = fast.static_inputs(3, like=torch.ones(1, 4))["input"]
+            ...     fast(x.copy_(torch.ones(3, 4))).shape
+            torch.Size([3, 2])
+        """
+        with self._lock, torch.no_grad():
+            calls = [self._call(like)] if like is not None else self._miss.seen_calls()
+            if len(calls) != 1:
+                raise GraphCacheError(
+                    f"static_inputs() knows {len(calls)} forms of call; pass `like`, one call's arguments."
+                )
+            try:
+                return self._miss.static_views(
+                    calls[0], (sizes,) if isinstance(sizes, int) else tuple(sizes)
+                )
+            except Fallback as fallback:
+                raise GraphCacheError(f"sizes {sizes} get no graph: {fallback}") from fallback
+
+    def rebucket(self, plan: Any) -> None:
+        """Use other buckets from the next call on; graphs of buckets in both sets are kept.
+
+        Args:
+            plan: whatever the `buckets` argument takes.
+
+        Raises:
+            BucketError: as the constructor.
+        """
+        with self._lock:
+            self._miss.rebucket(plan)
+            self._plans.clear()
+
+    def _call(self, sample: Any) -> Call:
+        args, kwargs = (sample, {}) if isinstance(sample, tuple) else ((), sample)
+        if not isinstance(sample, (tuple, dict)):
+            args, kwargs = (sample,), {}
+        return Call(self._miss.binder, args, kwargs)
+
+    # Seeing it.
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What a call would do and why: bucket, pieces or reason, and how its key differs from the nearest captured.
+
+        Nothing is captured or counted; a form not seen before is tried out (trial runs, undone).
+
+        Example:
+            >>> fast = GraphCache(torch.nn.Linear(4, 2).eval(), buckets=[8])
+            >>> with torch.no_grad():
+            ...     fast.explain(torch.ones(3, 4)).action
+            'capture'
+        """
+        with self._lock:
+            try:
+                self._miss.refuse_context()
+                self._miss.catch_up()
+                return self._miss.explain(Call(self._miss.binder, args, kwargs))
+            except Fallback as fallback:
+                return Explanation("eager", reason=fallback.reason, detail=fallback.detail)
+
+    def probe(self, *args: Any, **kwargs: Any) -> ProbeReport:
+        """Run the padding probe on a call now and report what was found about each dim. Trial runs, undone.
+
+        Example:
+            >>> fast = GraphCache(torch.nn.Linear(4, 2).eval(), buckets=[8])
+            >>> fast.probe(torch.ones(3, 4)).dims["batch"].neutral
+            True
+        """
+        with self._lock, torch.no_grad():
+            self._miss.catch_up()
+            try:
+                return self._miss.probe(Call(self._miss.binder, args, kwargs))
+            except Fallback as fallback:
+                return ProbeReport({}, fallback.reason, fallback.detail)
+
+    def stats(self) -> Stats:
+        """Counters so far; reading `graph_bytes` looks at the allocator, without synchronising."""
+        with self._lock:
+            return self._ledger.snapshot(len(self._miss.graphs), self._miss.graph_bytes())
+
+    @property
+    def module(self) -> Any:
+        """The wrapped module or callable."""
+        return self._wrapped
+
+    # Forgetting.
+
+    def invalidate(self) -> None:
+        """Forget every graph and everything learned; waits for replays in flight. Memory stays with the pool."""
+        with self._lock:
+            self._plans.clear()
+            self._miss.forget()
+
+    def reset(self) -> None:
+        """`invalidate()`, and give the pool's memory back."""
+        with self._lock:
+            self.invalidate()
+            self._miss.flush()
+
+    def _forget(self, entry: Any) -> None:
+        """Drop the call plans of a graph that leaves; they hold its static memory."""
+        self._plans = {
+            key: p for key, p in self._plans.items() if getattr(p, "entry", None) is not entry
+        }
+
+    def _take_back(self) -> None:
+        for ref in self._lent:
+            output = ref()
+            if output is not None:
+                self._miss.poison(output)
+        self._lent = []
+
+    # Copies.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphCache:
+        return _rebuild(copy.deepcopy(self._wrapped, memo), self._settings)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self._wrapped, self._settings)
+
+    def __repr__(self) -> str:
+        if "_shadow" not in self.__dict__:  # construction failed
+            return object.__repr__(self)
+        stats = self.stats()
+        return f"GraphCache({self._miss.name}, {self._miss.buckets}, graphs={stats.graphs}, calls={stats.calls})"
+
+    def _check(self) -> None:
+        """Assert the invariants of docs/design.md, section 6; for tests."""
+        with self._lock:
+            self._miss.check()
+            counted = self._ledger
+            assert counted.captures + counted.replays + counted.eager >= counted.calls
+            for plan in self._plans.values():
+                assert isinstance(plan, SplitPlan) or plan.entry.alive
+
+
+def _rebuild(wrapped: Callable[..., Any], settings: Settings) -> GraphCache:
+    options = {name: getattr(settings, name) for name in Settings.__slots__}
+    return GraphCache(wrapped, options.pop("buckets"), **options)
