@@ -14,7 +14,7 @@ from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
 from graphcache.padding import fit
 from graphcache.reasons import Reason
-from graphcache.signature import Input, Node, Signature, Spec, dim_order, flatten, modes, unflatten
+from graphcache.signature import Input, Modes, Node, Signature, Spec, dim_order, flatten, unflatten
 
 
 class Binder:
@@ -116,7 +116,7 @@ class Reading:
         self.dims = dims.names if self._named else tuple(map(str, range(sum(map(len, axes)))))
         self.sizes = self._sizes(axes)
         inputs = tuple(self._input(i, axes[i], device) for i in range(len(axes)))
-        self.signature = Signature(inputs, call.arguments, modes(device.type), state)
+        self.signature = Signature(inputs, call.arguments, Modes(device.type).kernels(), state)
 
     def _every_axis(self) -> list[list[tuple[int, int]]]:
         """Exact sizes without named dims: each axis of each tensor is a dim of its own."""

@@ -43,6 +43,7 @@ class CallPlan:
         self.entry = entry
         self.bucket = bucket
         self.traffic = traffic
+        self.hits = 0  # not yet in the ledger
         self.lends = lend is not None
         self.real, self.padded = volume(sizes), volume(bucket)
         placed = sorted(zip(slots, entry.inputs, specs, strict=True), key=lambda item: item[0])

@@ -47,10 +47,11 @@ def operation_hazard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     name = func.name().split(".")[0]
     if name in _SYNCHRONISING or torch.Tag.data_dependent_output in func.tags:
         return Reason.HOST_SYNC, name
-    if torch.Tag.dynamic_output_shape in func.tags and not _given_size(name, kwargs):
+    if name in _INDEXING:  # tagged as dynamic in any case, though only masks are
+        if _indexes_by_mask(name, args):
+            return Reason.DYNAMIC_OUTPUT, f"{name} with a boolean mask"
+    elif torch.Tag.dynamic_output_shape in func.tags and not _given_size(name, kwargs):
         return Reason.DYNAMIC_OUTPUT, name
-    if name in _INDEXING and _indexes_by_mask(name, args):
-        return Reason.DYNAMIC_OUTPUT, f"{name} with a boolean mask"
     if _crosses_devices(func, args, kwargs):
         return Reason.HOST_COPY, name
     return None

@@ -23,14 +23,13 @@ from graphcache.dims import DynamicDims
 from graphcache.errors import BucketError, Fallback
 from graphcache.explain import Explanation, ProbeReport
 from graphcache.facts import Facts, Learner
-from graphcache.graphs import Backend, backend_for
+from graphcache.graphs import CAPTURE_LOCK, Backend, backend_for
 from graphcache.padding import head
-from graphcache.preflight import CAPTURE_LOCK
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 from graphcache.route import Route, choose_route, refuse_empty
 from graphcache.settings import Settings
-from graphcache.signature import Signature
+from graphcache.signature import Modes, Signature
 from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger
 from graphcache.tracing import refuse_capturing, refuse_tracing
@@ -71,6 +70,7 @@ class MissPath:
         self._ledger = ledger
         self._forget = forget
         self._backend: Backend | None = None
+        self._modes = Modes("cpu")
         self.graphs = GraphLRU(
             settings.max_graphs or max(_MIN_GRAPHS, len(self.buckets)), self._release
         )
@@ -84,18 +84,10 @@ class MissPath:
 
     # The hit path's questions.
 
-    def refuse_context(self) -> None:
-        refuse_tracing()
-        if self._backend is not None and self._backend.device.type == "cuda":
-            refuse_capturing()
-
-    def device_type(self, leaves: Sequence[Tensor]) -> str:
-        if self._backend is not None:
-            return self._backend.device.type
-        return leaves[0].device.type if leaves else "cpu"
-
-    def enter(self) -> None:
-        self._known_backend().enter()
+    def circumstances(self, form: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The key of a call's plan: its form, the modes it runs under, and the module's own mode."""
+        modes = self._modes
+        return (form, modes.context(), modes.kernels(), self.watch.state)
 
     def count_use(self, entry: Entry) -> None:
         """Keep the LRU's order, and count a capture once, as a capture and not as a replay too."""
@@ -110,13 +102,13 @@ class MissPath:
 
     # Deciding.
 
-    def decide(self, call: Call) -> CallPlan | SplitPlan:
+    def decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | SplitPlan:
         """The plan of a call that has none, capturing its bucket if that is due.
 
         Raises:
             Fallback: why it has none.
         """
-        reading, facts = self._known(call)
+        reading, facts = self._known(Call(self.binder, args, kwargs))
         route = self._route(reading, facts)
         if route.bucket is None:
             return SplitPlan(reading, facts, route.dim, route.pieces)
@@ -128,7 +120,7 @@ class MissPath:
     def _check_padding(self, entry: Entry, facts: Facts) -> None:
         """Before a graph serves its first padded call; a graph that fails leaves, and its bucket is refused."""
         try:
-            with CAPTURE_LOCK, self._known_backend().aside():
+            with CAPTURE_LOCK, self.backend.aside():
                 self._capturer.check(entry, facts)
         except Fallback as fallback:
             facts.failed[entry.key[1]] = fallback
@@ -137,7 +129,7 @@ class MissPath:
 
     def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         fills = facts.fills(len(reading.signature.inputs))
-        lend = self._known_backend().lend if self._settings.outputs == "view" else None
+        lend = self.backend.lend if self._settings.outputs == "view" else None
         traffic = reading.traffic
         return CallPlan(
             entry, reading.sizes, reading.call.slots, fills, facts.axes(), traffic, lend
@@ -145,6 +137,8 @@ class MissPath:
 
     def _known(self, call: Call) -> tuple[Reading, Facts]:
         """Read a call and learn its signature's facts, or raise what refuses it."""
+        refuse_tracing()
+        self.catch_up()
         if torch.is_grad_enabled() and (
             self.watch.needs_grad() or any(t.requires_grad for t in call.leaves)
         ):
@@ -163,6 +157,8 @@ class MissPath:
 
     def _read(self, call: Call, follows: dict[str, bool] | None = None) -> Reading:
         backend = self._backend_of(call)
+        if backend.device.type == "cuda":
+            refuse_capturing()
         follows = {**self._follows, **(follows or {})}
         return Reading(
             call, self.dims, follows, backend.device, self.buckets.exact, self.watch.state
@@ -174,7 +170,7 @@ class MissPath:
             raise Fallback(Reason.TOO_MANY_KEYS, f"{len(owners)} signatures own graphs already")
         if self.sealed:
             raise Fallback(Reason.NOT_ADMITTED, "sealed")
-        with CAPTURE_LOCK, self._known_backend().aside():
+        with CAPTURE_LOCK, self.backend.aside():
             facts, seen = _harmless(lambda: self._learner.first_look(reading))
         self.watch.follow(seen.reads)
         if torch.is_grad_enabled() and self.watch.needs_grad():
@@ -188,7 +184,7 @@ class MissPath:
 
     def _settle_followers(self, call: Call, reading: Reading) -> tuple[Reading, Facts]:
         """Find out, once per argument name, which tensors as long as the batch follow it; then read the call again."""
-        with CAPTURE_LOCK, self._known_backend().aside():
+        with CAPTURE_LOCK, self.backend.aside():
             found = self._learner.followers(reading)
         self._follows.update(found)
         again = self._read(call, {path: False for path in reading.candidates if path not in found})
@@ -210,7 +206,7 @@ class MissPath:
             )
             if self.sealed:
                 raise Fallback(Reason.NOT_ADMITTED, "sealed")
-            with CAPTURE_LOCK, self._known_backend().aside():
+            with CAPTURE_LOCK, self.backend.aside():
                 facts.dims = _harmless(lambda: self._learner.probe(reading, bucket or largest))
         return choose_route(self.buckets, reading.sizes, facts, self._settings)
 
@@ -296,7 +292,7 @@ class MissPath:
         """Capture, and once more with every other graph gone if memory runs out."""
         for last in (False, True):
             try:
-                with CAPTURE_LOCK, self._known_backend().aside():
+                with CAPTURE_LOCK, self.backend.aside():
                     return self._capturer.entry(reading, facts, key)
             except torch.OutOfMemoryError as error:
                 if last:
@@ -307,6 +303,8 @@ class MissPath:
                 raise
             except Exception as error:
                 self._ledger.failures += 1
+                if not len(self.graphs):
+                    self.backend.flush()  # else what it took stays in the pool, for later captures
                 raise Fallback(
                     Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]
                 ) from error
@@ -335,13 +333,13 @@ class MissPath:
     def _evict_all(self) -> None:
         while len(self.graphs):
             self._evict()
-        self._known_backend().flush()
+        self.backend.flush()
 
     def _release(self, entry: Entry) -> None:
         """The only end of a graph: nobody can reach it, no replay of it is in flight."""
         entry.alive = False
         self._forget(entry)
-        backend = self._known_backend()
+        backend = self.backend
         backend.drain()
         backend.retire(entry.graph)
 
@@ -371,7 +369,6 @@ class MissPath:
 
     def warm(self, call: Call, bucket: tuple[int, ...]) -> None:
         """Capture one bucket for a call's form unless it has a graph."""
-        self.catch_up()
         reading, facts = self._known(call)
         resized = reading.resized(bucket)
         if resized is None:
@@ -381,7 +378,7 @@ class MissPath:
             )
         reading, facts = self._known(resized)
         if facts.dims is None and not self.buckets.exact:
-            with CAPTURE_LOCK, self._known_backend().aside():
+            with CAPTURE_LOCK, self.backend.aside():
                 facts.dims = _harmless(lambda: self._learner.probe(reading, bucket))
         entry = self._entry(reading, facts, Route(bucket), ahead=True)
         if entry.fresh:
@@ -421,8 +418,8 @@ class MissPath:
 
     # Seeing it.
 
-    def explain(self, call: Call) -> Explanation:
-        reading, facts = self._known(call)
+    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+        reading, facts = self._known(Call(self.binder, args, kwargs))
         route = self._route(reading, facts)
         sizes = dict(dims=reading.dims, sizes=reading.sizes)
         if route.bucket is None:
@@ -455,9 +452,9 @@ class MissPath:
             options.append(tuple(lines))
         return min(options, key=len, default=())
 
-    def probe(self, call: Call) -> ProbeReport:
-        reading, facts = self._known(call)
-        with CAPTURE_LOCK, self._known_backend().aside():
+    def probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeReport:
+        reading, facts = self._known(Call(self.binder, args, kwargs))
+        with CAPTURE_LOCK, self.backend.aside():
             bucket = self.buckets.choose(reading.sizes) or self.buckets.corners[-1]
             facts.dims = _harmless(lambda: self._learner.probe(reading, bucket))
         return ProbeReport(dict(zip(reading.dims, facts.dims, strict=True)))
@@ -480,7 +477,7 @@ class MissPath:
         watch.refresh()
         if watch.moves != moves:
             self.forget()
-            self._backend = None  # it may have moved to another device
+            self._backend = None  # it may lie on another device now
 
     def forget(self) -> None:
         self.graphs.clear()
@@ -501,12 +498,13 @@ class MissPath:
         self.graphs.pop((signature, bucket), None)
 
     def poison(self, output: Tensor) -> None:
-        self._known_backend().poison(output)
+        self.backend.poison(output)
 
     def _backend_of(self, call: Call) -> Backend:
         if self._backend is None:
             device = _device_of(self._module, call.leaves)
             self._backend = backend_for(device, self._settings.backend)
+            self._modes = Modes(device.type)
             trusting = self._trusting()
             self._learner = Learner(
                 self.target, self._module, self._backend, self._settings.fill, trusting
@@ -514,8 +512,11 @@ class MissPath:
             self._capturer = Capturer(self._learner, self._module, self._backend)
         return self._backend
 
-    def _known_backend(self) -> Backend:
-        assert self._backend is not None
+    @property
+    def backend(self) -> Backend:
+        """The backend of the graphs; there is one as soon as a call was read."""
+        if self._backend is None:
+            raise Fallback(Reason.DEVICE, "no call was seen yet")
         return self._backend
 
     def check(self) -> None:

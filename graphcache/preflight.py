@@ -35,9 +35,6 @@ _INTERNAL_PATHS = tuple(
 )
 _trial = threading.local()
 
-#: One trial or capture at a time in the process (invariant I6); a capture may start trials of its own.
-CAPTURE_LOCK = threading.RLock()
-
 
 class Origin(NamedTuple):
     """Where a result tensor comes from: made by the run (the `index`-th such tensor), input `index` itself, a view of

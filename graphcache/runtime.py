@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from graphcache.call import Call
+from graphcache.cache import Entry
 from graphcache.callplan import CallPlan
 from graphcache.delegate import Delegate
 from graphcache.errors import Fallback, GraphCacheError
@@ -30,7 +31,7 @@ from graphcache.reasons import Reason
 from graphcache.report import FallbackReport
 from graphcache.settings import Settings, parse_bytes
 from graphcache.shadow import Shadow
-from graphcache.signature import call_key, modes
+from graphcache.signature import call_key
 from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger, Stats
 
@@ -80,7 +81,7 @@ class GraphCache(Delegate):
         torch.Size([5, 2])
     """
 
-    _own = frozenset({"_plans", "_ledger", "_lent", "traffic"})
+    _own = frozenset({"_lent"})
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class GraphCache(Delegate):
         own["_ledger"] = Ledger()
         own["_lent"] = []
         own["_miss"] = MissPath(module, inner, settings, self._ledger, self._forget)
-        own["traffic"] = TrafficProfile(self._miss.dims.names)
+        own["_traffic"] = TrafficProfile(self._miss.dims.names)
         own["_report"] = FallbackReport(self._miss.name, settings.on_fallback)
         own["_shadow"] = Shadow(settings.shadowed)
 
@@ -159,7 +160,6 @@ class GraphCache(Delegate):
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call by its plan; a module that changed under it is looked at again and the call repeated."""
-        self._miss.refuse_context()
         for _ in range(MAX_TRIES):
             leaves: list[Tensor] = []
             plan = self._plan(args, kwargs, leaves)
@@ -168,7 +168,7 @@ class GraphCache(Delegate):
             outputs = self._replay(plan, leaves)
             if outputs is not None:
                 return plan.result(outputs, leaves)
-            self._plans.clear()
+            self._drop_plans()
         raise Fallback(
             Reason.STATE_WRITTEN, f"the module changed during {MAX_TRIES} tries of this call"
         )
@@ -176,39 +176,36 @@ class GraphCache(Delegate):
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]) -> Plan:
         miss = self._miss
         form = call_key(args, kwargs, leaves)
-        key = (form, torch.is_grad_enabled(), modes(miss.device_type(leaves)), miss.watch.state)
-        plan: Plan | None = self._plans.get(key)
+        plan = self._plans.get(miss.circumstances(form))
         if plan is None:
-            miss.catch_up()
-            plan = miss.decide(Call(miss.binder, args, kwargs))
-            while len(self._plans) >= MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[(*key[:3], miss.watch.state)] = plan
+            plan = miss.decide(args, kwargs)
+            if len(self._plans) >= MAX_PLANS:
+                self._drop_plans()
+            self._plans[miss.circumstances(form)] = plan
         return plan
 
     def _replay(self, plan: CallPlan, leaves: list[Tensor]) -> list[Tensor] | None:
         """Replay and count, or None if the module is no longer what was captured.
 
-        A graph that only computes is launched before the module is compared, since a late find can still be answered by
-        running again; one that writes state is compared first. Freed memory is always known before.
+        A graph that only computes is launched before the module is compared, since a late find can
+        still be answered by running again; one that writes state is compared first. Freed memory
+        is always known before.
         """
-        watch, entry, ledger = self._miss.watch, plan.entry, self._ledger
-        if (
-            watch.lost
-            or (entry.writes and not watch.same())
-            or (torch.is_grad_enabled() and watch.needs_grad())
-        ):
+        watch, entry = self._miss.watch, plan.entry
+        if watch.lost or (entry.writes and not watch.same()):
+            return None
+        if torch.is_grad_enabled() and watch.needs_grad():
             return None
         if self._lent:
             self._take_back()
-        self._miss.enter()
+        self._miss.backend.enter()
         outputs = plan.run(leaves)
         if not entry.writes and not watch.same():
             return None
-        self._lent = [weakref.ref(output) for output in outputs] if plan.lends else []
+        if plan.lends:
+            self._lent = [weakref.ref(output) for output in outputs]
+        plan.hits += 1
         self._miss.count_use(entry)
-        ledger.served(plan.bucket, plan.real, plan.padded)
-        self.traffic.record(plan.traffic)
         return outputs
 
     def _in_pieces(self, plan: SplitPlan, leaves: list[Tensor]) -> Any:
@@ -331,8 +328,8 @@ class GraphCache(Delegate):
             BucketError: as the constructor.
         """
         with self._lock:
+            self._drop_plans()
             self._miss.rebucket(plan)
-            self._plans.clear()
 
     def _call(self, sample: Any) -> Call:
         args, kwargs = (sample, {}) if isinstance(sample, tuple) else ((), sample)
@@ -355,9 +352,7 @@ class GraphCache(Delegate):
         """
         with self._lock:
             try:
-                self._miss.refuse_context()
-                self._miss.catch_up()
-                return self._miss.explain(Call(self._miss.binder, args, kwargs))
+                return self._miss.explain(args, kwargs)
             except Fallback as fallback:
                 return Explanation("eager", reason=fallback.reason, detail=fallback.detail)
 
@@ -370,16 +365,23 @@ class GraphCache(Delegate):
             True
         """
         with self._lock, torch.no_grad():
-            self._miss.catch_up()
             try:
-                return self._miss.probe(Call(self._miss.binder, args, kwargs))
+                return self._miss.probe(args, kwargs)
             except Fallback as fallback:
                 return ProbeReport({}, fallback.reason, fallback.detail)
 
     def stats(self) -> Stats:
         """Counters so far; reading `graph_bytes` looks at the allocator, without synchronising."""
         with self._lock:
+            self._settle()
             return self._ledger.snapshot(len(self._miss.graphs), self._miss.graph_bytes())
+
+    @property
+    def traffic(self) -> TrafficProfile:
+        """The sizes that graphs served so far, a live profile."""
+        with self._lock:
+            self._settle()
+            return self._traffic
 
     @property
     def module(self) -> Any:
@@ -391,7 +393,7 @@ class GraphCache(Delegate):
     def invalidate(self) -> None:
         """Forget every graph and everything learned; waits for replays in flight. Memory stays with the pool."""
         with self._lock:
-            self._plans.clear()
+            self._drop_plans()
             self._miss.forget()
 
     def reset(self) -> None:
@@ -400,11 +402,24 @@ class GraphCache(Delegate):
             self.invalidate()
             self._miss.flush()
 
-    def _forget(self, entry: Any) -> None:
+    def _forget(self, entry: Entry) -> None:
         """Drop the call plans of a graph that leaves; they hold its static memory."""
-        self._plans = {
-            key: p for key, p in self._plans.items() if getattr(p, "entry", None) is not entry
-        }
+        self._settle()
+        plans = self._plans.items()
+        for key in [k for k, p in plans if isinstance(p, CallPlan) and p.entry is entry]:
+            del self._plans[key]
+
+    def _drop_plans(self) -> None:
+        self._settle()
+        self._plans.clear()
+
+    def _settle(self) -> None:
+        """Move what the hit path counted on the plans to the ledger and the traffic profile."""
+        for plan in self._plans.values():
+            if isinstance(plan, CallPlan) and plan.hits:
+                self._ledger.served(plan.bucket, plan.real, plan.padded, plan.hits)
+                self._traffic.record(plan.traffic, plan.hits)
+                plan.hits = 0
 
     def _take_back(self) -> None:
         for ref in self._lent:

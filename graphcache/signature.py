@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree
 
 from graphcache.errors import Fallback
@@ -178,35 +180,53 @@ def _describe_tensor(leaf: Tensor, parts: list[Any]) -> None:
 
 
 # Process-wide settings that choose kernels. A graph keeps the kernels of its capture, so they are part of the key.
-_FLAGS = tuple(
-    getattr(torch._C, name)
-    for name in (
-        "get_default_dtype",
-        "_get_deterministic_algorithms",
-        "_get_deterministic_algorithms_warn_only",
-        "_get_cudnn_benchmark",
-        "_get_cudnn_deterministic",
-        "_get_flash_sdp_enabled",
-        "_get_mem_efficient_sdp_enabled",
-        "_get_math_sdp_enabled",
-        "_get_cudnn_sdp_enabled",
-    )
-    if hasattr(torch._C, name)
+_KERNEL_FLAGS = (
+    "get_default_dtype",
+    "_get_deterministic_algorithms",
+    "_get_deterministic_algorithms_warn_only",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_cudnn_sdp_enabled",
 )
+# Where any of these is not at rest a call runs eagerly (see `tracing`), so no plan is found under its key.
+_CONTEXT = ("is_grad_enabled", "_len_torch_dispatch_stack", "_get_tracing_state")
 _FP32_BACKEND = {"cuda": "cuda", "cpu": "mkldnn"}
 
 
-def modes(device_type: str) -> tuple[Any, ...]:
-    """The settings of the calling thread and of the process that choose kernels."""
-    backend = _FP32_BACKEND.get(device_type, "generic")
-    precision = torch._C._get_fp32_precision_getter
-    flags = [flag() for flag in _FLAGS]
-    flags += (precision(backend, "matmul"), precision(backend, "conv"))
-    if torch.is_autocast_enabled(device_type):
-        flags.append(torch.get_autocast_dtype(device_type))
-    if torch._C._len_torch_function_stack():  # torch.device("...") as a context is such a mode
-        flags.append(torch.get_default_device())
-    return tuple(flags)
+def _getters(names: Sequence[str]) -> list[Callable[[], Any]]:
+    return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
+
+
+class Modes:
+    """Reads the settings of the thread and of the process that a call runs under, for one type of device."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        precision = torch._C._get_fp32_precision_getter
+        backend = _FP32_BACKEND.get(device_type, "generic")
+        self._kernels = [
+            *_getters(_KERNEL_FLAGS),
+            *(functools.partial(precision, backend, operation) for operation in ("matmul", "conv")),
+        ]
+        self._context = [*_getters(_CONTEXT), torch._C._functorch.peek_interpreter_stack]
+        if device_type == "cuda":
+            self._context.append(torch._C._cuda_isCurrentStreamCapturing)
+
+    def kernels(self) -> tuple[Any, ...]:
+        """What chooses kernels: part of every signature."""
+        flags = [get() for get in self._kernels]
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(self._device_type):
+            flags.append(torch.get_autocast_dtype(self._device_type))
+        if torch._C._len_torch_function_stack():  # torch.device("...") as a context is such a mode
+            flags += (torch.get_default_device(), *map(type, _get_current_function_mode_stack()))
+        return tuple(flags)
+
+    def context(self) -> tuple[Any, ...]:
+        """What decides whether a graph may serve at all: grad mode, tracing, capturing."""
+        return tuple([get() for get in self._context])
 
 
 class Input(NamedTuple):

@@ -74,11 +74,11 @@ class Ledger:
     fallbacks: Counter[Reason] = field(default_factory=Counter)
     per_bucket: Counter[Bucket] = field(default_factory=Counter)
 
-    def served(self, bucket: Bucket, real: int, padded: int) -> None:
-        """Count the padding of one piece that a graph served."""
-        self.real_elements += real
-        self.padded_elements += padded
-        self.per_bucket[bucket] += 1
+    def served(self, bucket: Bucket, real: int, padded: int, count: int) -> None:
+        """Count the padding of `count` pieces that a graph served."""
+        self.real_elements += real * count
+        self.padded_elements += padded * count
+        self.per_bucket[bucket] += count
 
     def fell_back(self, reason: Reason) -> None:
         self.eager += 1

@@ -5,6 +5,7 @@ Captures happen in this folder only, and nothing is decided here.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from graphcache.errors import Fallback
 from graphcache.reasons import Reason
+
+#: One trial or capture at a time in the process (invariant I6); a capture may start trials of its own.
+CAPTURE_LOCK = threading.RLock()
 
 
 class Graph(Protocol):

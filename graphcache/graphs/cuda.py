@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,9 +62,8 @@ class CudaBackend:
         self._begin_generation()
 
     def _begin_generation(self) -> None:
-        self._pool: Any = (
-            torch.cuda.MemPool()
-        )  # held, since a pool whose last graph goes is freed under its id
+        self._pool: Any = torch.cuda.MemPool()
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = (
             _own_stream(self._index) if _RESET_FREES_WORKSPACES else _shared_stream(self._index)
         )
@@ -90,8 +90,10 @@ class CudaBackend:
         if threading.active_count() > 1:
             return
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it warns of being a prototype, an error under -W error
+                torch.cuda.set_sync_debug_mode("error")
             run()
         except RuntimeError as error:
             if "synchroniz" not in str(error):
@@ -101,6 +103,9 @@ class CudaBackend:
             torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, run: Callable[[], list[Tensor]]) -> Graph:
+        if self._anchor is None:
+            # A pool whose last graph goes cannot be captured into again: the pinned-memory allocator asserts (2.11).
+            self._anchor = self._trivial_graph(pool=self._pool.id)
         graph = torch.cuda.CUDAGraph()
         before = self.pool_bytes()
         with _no_garbage_collection():
@@ -131,13 +136,17 @@ class CudaBackend:
         with contextlib.suppress(RuntimeError):
             graph.reset()
         torch.cuda.synchronize(self._index)
-        trivial, cell = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.device)
-        trivial.capture_begin(capture_error_mode="thread_local")
-        cell.add_(1)
-        trivial.capture_end()
-        trivial.replay()
+        self._trivial_graph().replay()
         torch.cuda.synchronize(self._index)
-        trivial.reset()
+
+    def _trivial_graph(self, **pool: Any) -> torch.cuda.CUDAGraph:
+        """Capture one addition, which allocates nothing."""
+        graph, cell = torch.cuda.CUDAGraph(), torch.zeros(1, device=self.device)
+        graph.capture_begin(capture_error_mode="thread_local", **pool)
+        cell.add_(1)
+        graph.capture_end()
+        torch.cuda.current_stream().synchronize()
+        return graph
 
     def lend(self, view: Tensor) -> Tensor:
         return _over(view)  # a storage of its own, so that it alone can be poisoned
@@ -164,6 +173,8 @@ class CudaBackend:
         for graph in self._retired:
             graph.reset()
         self._retired.clear()
+        if self._anchor is not None:
+            self._anchor.reset()
         self._begin_generation()  # drops the old pool, which returns its memory to the allocator
         torch.cuda.empty_cache()
 

@@ -1,0 +1,1 @@
+"""Benchmarks: one script per question, JSON under `results/`."""

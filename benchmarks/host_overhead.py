@@ -1,0 +1,39 @@
+"""What does one call cost the host, beside the plain hand-written loop?
+
+python -m benchmarks.host_overhead [--yardsticks FOLDER] [--out FILE]
+Tiny nets of the yardstick `hand_loop.py`: eager, its hand loop, and GraphCache with every default check on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.record import host_us, parser, spread, write, yardstick
+from graphcache import GraphCache
+
+
+def main() -> None:
+    options = parser(__doc__ or "").parse_args()
+    loops = yardstick(options.yardsticks, "hand_loop")
+    results = {}
+    with torch.no_grad():
+        for name, (module, loop, args, kwargs) in loops.cases().items():
+            cache = GraphCache(module, buckets=loops.BUCKETS)
+            cache.warmup(sample=args or kwargs, progress=False)
+            expected, got = module(*args, **kwargs), cache(*args, **kwargs)
+            torch.testing.assert_close(got, expected)
+            ways = {"eager": module, "hand_loop": loop, "graphcache": cache}
+            # a closure per way, timed in turn, so that a drift of the clock falls on all
+            times = {way: [] for way in ways}
+            for _ in range(3):
+                for way, call in ways.items():
+                    times[way] += host_us(lambda call=call: call(*args, **kwargs), rounds=5)
+            results[name] = {way: spread(samples) for way, samples in times.items()}
+            ratio = results[name]["graphcache"]["median"] / results[name]["hand_loop"]["median"]
+            results[name]["ratio"] = round(ratio, 3)
+            results[name]["fallbacks"] = cache.stats().fallbacks
+    write("host_overhead", options, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The console script: parses, calls, prints. A sub-command is one function, listed in `COMMANDS`.
+
+Errors of the package print one line to stderr, exit status 2, as argparse's own do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from graphcache import demo as demonstration
+from graphcache.demo import DemoReport
+from graphcache.errors import GraphCacheError
+from graphcache.version import __version__
+
+Run = Callable[[argparse.Namespace], None]
+
+_BACKENDS = {
+    "cuda": "cuda ({device})",
+    "recorded": "recorded ({device}): shows behaviour, not speed; no launch cost is saved on a CPU",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status: 0, or 2 after an error, printed on one line.
+
+    Args:
+        argv: arguments without the program's name; None: those of the process.
+
+    Raises:
+        SystemExit: from argparse, on `--help`, `--version` and a command line that does not parse.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        options.run(options)
+    except GraphCacheError as error:
+        print("graphcache:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "graphcache", description="CUDA graphs for variable shapes, for any PyTorch module."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command_parser = commands.add_parser(
+            command.__name__, help=command.__doc__, description=command.__doc__
+        )
+        command_parser.set_defaults(run=command(command_parser))
+    return parser
+
+
+def demo(parser: argparse.ArgumentParser) -> Run:
+    """Serve a MiniLM-shaped encoder's stream of batches, eagerly and by GraphCache."""
+    parser.add_argument("--trace", metavar="FILE.csv", help="sizes, in the columns batch and seq")
+    parser.add_argument("--rows", type=_count, metavar="N", help="serve at most N calls")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+
+    def run(options: argparse.Namespace) -> None:
+        progress = not options.json and sys.stderr.isatty()
+        report = demonstration.run(options.trace, options.rows, progress)
+        print(json.dumps(dataclasses.asdict(report)) if options.json else _demo_table(report))
+
+    return run
+
+
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo,)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def _demo_table(report: DemoReport) -> str:
+    buckets = "; ".join(f"{dim} {', '.join(map(str, b))}" for dim, b in report.buckets.items())
+    fallbacks = ", ".join(f"{reason}: {n}" for reason, n in report.fallbacks.items()) or "none"
+    rows = {
+        "backend": _BACKENDS[report.backend].format(device=report.device),
+        "encoder": f"MiniLM's shape, random weights, {report.dtype}",
+        "stream": f"{report.stream}, {report.calls_in_stream:,} calls of "
+        f"{report.distinct_sizes:,} sizes",
+        "buckets": buckets,
+        "eager": f"{report.eager_ms:.3f} ms per call, median",
+        "GraphCache": f"{report.graphcache_ms:.3f} ms per call, median",
+        "warmup": f"{report.warmup_seconds:.2f} s",
+        "first pass": f"{report.first_pass_seconds:.2f} s",
+        "padding overhead": f"{report.padding_overhead:.1%}",
+        "graphs": f"{report.graphs:,}, {report.graph_bytes / 2**20:,.0f} MiB",
+        "served": f"{report.captures:,} captures, {report.replays:,} replays, "
+        f"{report.eager_runs:,} eager",
+        "fallbacks": fallbacks,
+        "difference": f"{report.largest_relative_difference:.1e} of the norm, "
+        f"{report.largest_difference:.1e} in an element, largest from eager",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
