@@ -1,7 +1,8 @@
 """What does one call cost the host, beside the plain hand-written loop?
 
 python -m benchmarks.host_overhead [--yardsticks FOLDER] [--out FILE]
-Tiny nets of the yardstick `hand_loop.py`: eager, its hand loop, and GraphCache with every default check on.
+Tiny nets of the yardstick `hand_loop.py`: eager, its hand loop, and GraphCache with every default
+check on.
 """
 
 from __future__ import annotations

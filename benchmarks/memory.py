@@ -1,8 +1,8 @@
 """How much memory do the graphs of ResNet-50 add, and does eviction leak?
 
 python -m benchmarks.memory [--out FILE]
-fp16, channels_last, 224 x 224, graphs for batches 1, 2, 4, 8, 16, 32; reserved memory after `empty_cache()`. Then 200 rounds
-of eviction and recapture between two buckets.
+fp16, channels_last, 224 x 224, graphs for batches 1, 2, 4, 8, 16, 32; reserved memory after
+`empty_cache()`. Then 200 rounds of eviction and recapture between two buckets.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ def main() -> None:
 
     options = parser(__doc__ or "").parse_args()
     torch.manual_seed(0)
-    module = torchvision.models.resnet50().eval().cuda().half().to(memory_format=torch.channels_last)
-    image = torch.randn(32, 3, 224, 224, device="cuda", dtype=torch.half).to(memory_format=torch.channels_last)
+    module = (
+        torchvision.models.resnet50().eval().cuda().half().to(memory_format=torch.channels_last)
+    )
+    image = torch.randn(32, 3, 224, 224, device="cuda", dtype=torch.half).to(
+        memory_format=torch.channels_last
+    )
     results = {}
     with torch.no_grad():
         module(image)
@@ -40,7 +44,9 @@ def main() -> None:
         results["graphs"] = cache.stats().graphs
         results["added_MiB"] = round(added / MIB, 1)
         results["graph_bytes_MiB"] = round(cache.stats().graph_bytes / MIB, 1)
-        results["equal_to_eager"] = all(close(cache(image[:n]), module(image[:n])) for n in (1, 3, 7, 20, 32))
+        results["equal_to_eager"] = all(
+            close(cache(image[:n]), module(image[:n])) for n in (1, 3, 7, 20, 32)
+        )
         results["fallbacks"] = cache.stats().fallbacks
         cache.reset()
         small = GraphCache(torch.nn.Linear(256, 256).cuda().eval(), buckets=[8, 64], max_graphs=1)

@@ -24,7 +24,9 @@ def parser(question: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=question)
     options.add_argument("--yardsticks", default=str(ROOT.parent / "shared" / "bench"))
     options.add_argument("--out", help="write the JSON here; printed in any case")
-    options.add_argument("--commit", default=None, help="the commit measured; asked of git if absent")
+    options.add_argument(
+        "--commit", default=None, help="the commit measured; asked of git if absent"
+    )
     return options
 
 
@@ -76,7 +78,11 @@ def write(name: str, options: argparse.Namespace, results: Mapping[str, Any]) ->
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "commit": options.commit or _commit(),
-        "arguments": {k: v for k, v in vars(options).items() if k not in ("out", "commit", "yardsticks", "trace")},
+        "arguments": {
+            k: v
+            for k, v in vars(options).items()
+            if k not in ("out", "commit", "yardsticks", "trace")
+        },
         "results": results,
     }
     text = json.dumps(record, indent=1)

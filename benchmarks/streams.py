@@ -1,7 +1,9 @@
-"""What does a call cost on a stream of encoder batches of real sizes, beside hand-made powers-of-two graphs?
+"""What does a call cost on a stream of encoder batches of real sizes, beside hand-made
+powers-of-two graphs?
 
-python -m benchmarks.streams ENCODER --trace FILE.csv [--skip N] [--rows N] [--yardsticks FOLDER] [--out FILE]
-Ways of the yardstick `streams.py`, and GraphCache with the same 30 buckets and every default check on, in one process.
+python -m benchmarks.streams ENCODER --trace FILE.csv [--skip N] [--rows N] [--yardsticks FOLDER]
+[--out FILE] Ways of the yardstick `streams.py`, and GraphCache with the same 30 buckets and every
+default check on, in one process.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def main() -> None:
     for _ in range(3):  # in turn, so that a drift of the clock falls on all
         for way, call in ways.items():
             rounds[way].append(streams.measure(call, data))
-    results = {way: {**sorted(found, key=lambda r: r["us"])[1], "all_us": [r["us"] for r in found]} for way, found in rounds.items()}
+    results = {
+        way: {**sorted(found, key=lambda r: r["us"])[1], "all_us": [r["us"] for r in found]}
+        for way, found in rounds.items()
+    }
     with torch.no_grad():
         pairs = [(cache(*inputs), module(*inputs)) for inputs in data]
     stats = cache.stats()
@@ -48,7 +53,19 @@ def main() -> None:
     results["build_s"] = {way: round(seconds, 2) for way, seconds in build.items()}
     results["equal_to_eager"] = all(close(a, b) for a, b in pairs)
     results["largest_error"] = max(float((a - b).abs().max()) for a, b in pairs)
-    results["stats"] = {k: getattr(stats, k) for k in ("calls", "captures", "replays", "eager", "graphs", "graph_bytes", "padding_overhead", "fallbacks")}
+    results["stats"] = {
+        k: getattr(stats, k)
+        for k in (
+            "calls",
+            "captures",
+            "replays",
+            "eager",
+            "graphs",
+            "graph_bytes",
+            "padding_overhead",
+            "fallbacks",
+        )
+    }
     write(f"streams_{options.encoder}", options, results)
 
 

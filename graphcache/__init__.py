@@ -1,6 +1,7 @@
 """CUDA graphs for variable shapes, for any PyTorch module, never silently wrong.
 
-`GraphCache(module, buckets=[8, 16, 32])(x)` returns what `module(x)` returns, usually by one graph replay.
+`GraphCache(module, buckets=[8, 16, 32])(x)` returns what `module(x)` returns, usually by one graph
+replay.
 """
 
 from graphcache.errors import BucketError, CaptureError, GraphCacheError

@@ -1,7 +1,9 @@
-"""Bucket sets: which padded sizes exist, which one serves a call, and how a larger call is cut in pieces.
+"""Bucket sets: which padded sizes exist, which one serves a call, and how a larger call is cut in
+pieces.
 
-A bucket is a corner: it holds every call whose sizes are at most its own in each dim. Costs here are padded elements,
-the product over the dynamic dims; measured costs come with a plan. No torch, no numpy.
+A bucket is a corner: it holds every call whose sizes are at most its own in each dim. Costs here
+are padded elements, the product over the dynamic dims; measured costs come with a plan. No torch,
+no numpy.
 """
 
 from __future__ import annotations
@@ -9,24 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from graphcache.errors import BucketError
 
 Bucket = tuple[int, ...]
 
-Order = Callable[[int, int], tuple[int, int]]
-
 MAX_PIECES = 16
-
-
-def _cost_first(cost: int, count: int) -> tuple[int, int]:
-    return cost, count
-
-
-def _count_first(cost: int, count: int) -> tuple[int, int]:
-    return count, cost
 
 
 class Piece(NamedTuple):
@@ -56,6 +48,19 @@ class BucketSet:
     def exact(self) -> bool:
         return not self.corners
 
+    def __repr__(self) -> str:
+        shown = [corner[0] if len(corner) == 1 else corner for corner in self.corners]
+        return "exact sizes" if self.exact else f"{'x'.join(self.dims)}={shown}"
+
+    def largest(self) -> Bucket:
+        """The largest size of each dim over all corners."""
+        return tuple(max(sizes) for sizes in zip(*self.corners, strict=True))
+
+    def smallest_telling(self) -> Bucket:
+        """The smallest corner that is large enough to probe padding at: 8 in each dim that goes so far."""
+        wanted = [min(8, size) for size in self.largest()]
+        return next((c for c in self.corners if all(map(operator.ge, c, wanted))), self.corners[-1])
+
     def choose(self, sizes: Bucket, unpadded: frozenset[int] = frozenset()) -> Bucket | None:
         """The bucket with the fewest padded elements that holds `sizes`, or None.
 
@@ -74,23 +79,23 @@ class BucketSet:
     def cover(
         self, sizes: Bucket, axis: int, unpadded: frozenset[int] = frozenset()
     ) -> list[Piece] | None:
-        """Cut `sizes` along dim `axis` into at most 16 pieces with the fewest padded elements, or None.
+        """Cut `sizes` along dim `axis` into at most 16 pieces with the fewest padded elements, or
+        None.
 
-        The last piece carries the padding. Dynamic programme over the rows left, cheapest first and fewest pieces on
-        a tie; if that takes more than 16 pieces, fewest pieces first.
+        The last piece carries the padding. Dynamic programme over the rows left, cheapest first and
+        fewest pieces on a tie; if that takes more than 16 pieces, fewest pieces first.
         """
         steps = self._steps(sizes, axis, unpadded)
         if not steps:
             return None
         total = sizes[axis]
-        for order in (_cost_first, _count_first):
-            chosen = _cheapest(total, steps, axis, order)
-            if len(chosen) <= MAX_PIECES:
-                return _pieces(total, chosen, axis)
-        return None
+        chosen = _cheapest(total, steps, axis)
+        return None if chosen is None else _pieces(total, chosen, axis)
 
     def _steps(self, sizes: Bucket, axis: int, unpadded: frozenset[int]) -> list[Bucket]:
-        """For each row count along `axis`, the cheapest bucket of that many rows that holds the other dims."""
+        """For each row count along `axis`, the cheapest bucket of that many rows that holds the
+        other dims.
+        """
         rows = {corner[axis] for corner in self.corners}
         steps = (
             self.choose((*sizes[:axis], n, *sizes[axis + 1 :]), unpadded) for n in sorted(rows)
@@ -98,23 +103,35 @@ class BucketSet:
         return [step for step in steps if step is not None]
 
 
-def _cheapest(total: int, steps: Sequence[Bucket], axis: int, order: Order) -> list[Bucket]:
-    """The buckets that together hold `total` rows along `axis`, least by `order(cost, pieces)`."""
-    best: list[tuple[tuple[int, int], int, int]] = [((0, 0), 0, 0)]
-    taken: list[Bucket] = [()]
-    for left in range(1, total + 1):
-        options = []
-        for i, step in enumerate(steps):
-            _, cost, count = best[max(0, left - step[axis])]
-            cost, count = cost + math.prod(step), count + 1
-            options.append(((order(cost, count), cost, count), i))
-        least, i = min(options)
-        best.append(least)
-        taken.append(steps[i])
+def _cheapest(total: int, steps: Sequence[Bucket], axis: int) -> list[Bucket] | None:
+    """At most 16 buckets that together hold `total` rows along `axis`, of least cost, then fewest; or None."""
+    costs = [math.prod(step) for step in steps]
+    rounds: list[list[tuple[float, int]]] = [[(0, -1)] + [(math.inf, -1)] * total]
+    for _ in range(MAX_PIECES):
+        before = rounds[-1]
+        best = [(0.0, -1)]
+        for left in range(1, total + 1):
+            options = [
+                (before[max(0, left - step[axis])][0] + cost, i)
+                for i, (step, cost) in enumerate(zip(steps, costs, strict=True))
+            ]
+            best.append(min(options))
+        rounds.append(best)
+        if best[total][0] >= before[total][0] and before[total][0] < math.inf:
+            rounds.pop()  # one more piece no longer helps
+            break
+    return _trace(total, steps, axis, rounds) if rounds[-1][total][0] < math.inf else None
+
+
+def _trace(
+    total: int, steps: Sequence[Bucket], axis: int, rounds: list[list[tuple[float, int]]]
+) -> list[Bucket]:
     chosen, left = [], total
-    while left > 0:
-        chosen.append(taken[left])
-        left -= taken[left][axis]
+    for best in reversed(rounds[1:]):
+        if left > 0:
+            step = steps[best[left][1]]
+            chosen.append(step)
+            left -= step[axis]
     return chosen
 
 
@@ -128,12 +145,14 @@ def _pieces(total: int, chosen: Iterable[Bucket], axis: int) -> list[Piece]:
 
 
 def parse_buckets(buckets: Any, dims: tuple[str, ...]) -> BucketSet:
-    """Read the `buckets` argument: a list of ints, a grid by dim name, a free-form list, or None for exact sizes.
+    """Read the `buckets` argument: a list of ints, a grid by dim name, a free-form list, or None
+    for exact sizes.
 
     Raises:
-        BucketError: empty, zero, negative or non-integer sizes, unknown or missing dims, wrong number of dims.
+        BucketError: empty, zero, negative or non-integer sizes, unknown or missing dims, wrong
+            number of dims.
     """
-    if buckets is None or buckets == "auto":
+    if buckets is None or (isinstance(buckets, str) and buckets == "auto"):
         return BucketSet(dims)
     if isinstance(buckets, Mapping):
         return BucketSet(dims, itertools.product(*_axes_of_grid(buckets, dims)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cachetools import Cache
@@ -24,10 +24,11 @@ HALF_LIFE = 1024
 class Entry:
     """One graph with its static inputs, and what its results are made of.
 
-    For each result tensor `origins` says where it comes from, and `state` holds the tensor of the module that is
-    returned as it is. `writes` are the module's tensors that each replay writes. `filled_for` is the call plan that
-    wrote the static inputs last. `fresh` is true until the call that captured it is counted, `checked` once padding
-    was tried on the graph itself; `uses` and `last_used` are kept by the hit path.
+    For each result tensor `origins` says where it comes from, and `state` holds the tensor of the
+    module that is returned as it is. `writes` are the module's tensors that each replay writes.
+    `filled_for` is the call plan that wrote the static inputs last. `fresh` is true until the call
+    that captured it is counted, `checked` once padding was tried on the graph itself; `uses` and
+    `last_used` are kept by the hit path.
     """
 
     key: Key
@@ -39,6 +40,7 @@ class Entry:
     writes: list[Tensor]
     draws: bool
     nbytes: int
+    exact: bool = False
     alive: bool = True
     fresh: bool = True
     checked: bool = False
@@ -46,13 +48,22 @@ class Entry:
     uses: float = 0.0
     last_used: int = 0
     filled_for: Any = None
+    addresses: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.addresses = [static.data_ptr() for static in self.inputs]
+
+    @property
+    def static_bytes(self) -> int:
+        return sum(static.untyped_storage().nbytes() for static in self.inputs)
 
 
 class GraphLRU(Cache[Key, Entry]):
     """At most `maxsize` graphs, the least recently used one leaving first.
 
-    The hit path only sets `entry.last_used`; the order is found when an entry must leave, over at most a few dozen.
-    cachetools' own `clear` and overwriting call neither `popitem` nor `__delitem__`, so both are hooked here.
+    The hit path only sets `entry.last_used`; the order is found when an entry must leave, over at
+    most a few dozen. cachetools' own `clear` and overwriting call neither `popitem` nor
+    `__delitem__`, so both are hooked here.
     """
 
     def __init__(self, maxsize: int, release: Callable[[Entry], None]) -> None:
@@ -107,13 +118,18 @@ class GraphLRU(Cache[Key, Entry]):
     def has_room(self) -> bool:
         return self.currsize < self.maxsize
 
-    def outweighs(self, key: Key) -> bool:
-        """Whether a waiting key was used more than the entry that would leave for it.
+    def uses(self, key: Key) -> int:
+        """Uses so far of a key that has no graph."""
+        return self._waiting[key]
 
-        So a sweep of sizes that come once never flushes hot graphs (aged LFU admission, as in TinyLFU).
+    def outweighs(self, uses: int) -> bool:
+        """Whether a key of so many uses is used more than the entry that would leave for it.
+
+        So a sweep of sizes that come once never flushes hot graphs (aged LFU admission, as in
+        TinyLFU).
         """
         victim = self.victim()
-        return victim is None or self._waiting[key] > victim.uses
+        return victim is None or uses > victim.uses
 
     def _age(self) -> None:
         halvings = self.tick // HALF_LIFE - self._halvings

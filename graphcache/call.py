@@ -1,4 +1,6 @@
-"""One call, read closely: its tensors by parameter name, its dynamic sizes, its signature. The slow path's reading."""
+"""One call, read closely: its tensors by parameter name, its dynamic sizes, its signature. The slow
+path's reading.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Binder:
         self.open_ended = self._signature is None or any(p.kind is p.VAR_KEYWORD for p in kinds)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by parameter name, in forward's order; `**kwargs` of forward under their own names."""
+        """The arguments by parameter name, in forward's order; `**kwargs` of forward under their
+        own names.
+        """
         if self._signature is None:
             return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
         try:
@@ -55,6 +59,10 @@ class Call:
     def __init__(self, binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leaves: list[Tensor] = []
         self.spec: Spec = flatten((args, kwargs), self.leaves)
+        for leaf in self.leaves:
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                what = "nested" if leaf.is_nested else str(leaf.layout)
+                raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {what}")
         marks = [
             torch.empty(0) for _ in self.leaves
         ]  # one object may be passed twice, so places are told by marks
@@ -90,7 +98,8 @@ class Reading:
     """A call under named dims: its sizes, and its signature on a device.
 
     Raises:
-        Fallback: `unsupported-input` when tensors disagree about a dim or none has it, `device` for several GPUs.
+        Fallback: `unsupported-input` when tensors disagree about a dim or none has it, `device` for
+            several GPUs.
     """
 
     def __init__(
@@ -127,7 +136,9 @@ class Reading:
         return axes
 
     def _batch_axes(self, follows: Mapping[str, bool]) -> list[list[tuple[int, int]]]:
-        """Axis 0 of the first tensor that has one, and of those of equal length that are not known to be apart."""
+        """Axis 0 of the first tensor that has one, and of those of equal length that are not known
+        to be apart.
+        """
         first = next((t for t in self.call.tensors if t.dim()), None)
         axes: list[list[tuple[int, int]]] = []
         for path, tensor in zip(self.paths, self.call.tensors, strict=True):
@@ -180,11 +191,22 @@ class Reading:
 
     @property
     def traffic(self) -> tuple[int, ...]:
-        """The sizes to record: those of the named dims; the first tensor's rows where every axis is a dim."""
+        """The sizes to record: those of the named dims; the first tensor's rows where every axis is
+        a dim.
+        """
         return self.sizes if self._named else self.sizes[:1]
 
+    def example(self) -> Call | None:
+        """A call of this form that is cheap to keep: copies of at most two rows; None where no dims
+        are named.
+        """
+        small = self.resized(tuple(min(2, size) for size in self.sizes))
+        return small and small.around([tensor.clone() for tensor in small.tensors])
+
     def resized(self, sizes: tuple[int, ...]) -> Call | None:
-        """A call of the same form with its dynamic axes cut or repeated to `sizes`; None where no dims are named."""
+        """A call of the same form with its dynamic axes cut or repeated to `sizes`; None where no
+        dims are named.
+        """
         if not self._named:
             return None
         inputs = self.signature.inputs

@@ -1,4 +1,6 @@
-"""Everything about serving one form of call from one graph, computed once: the hit path runs this and nothing else."""
+"""Everything about serving one form of call from one graph, computed once: the hit path runs this
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class CallPlan:
         sizes: the call's sizes of the dynamic dims.
         slots: for each input of the signature, its place in call order.
         fills: for each input, the fill by dim of what must be restored beside the real rows.
-        axes: for each result, how its axes follow the dims; empty if they are not known, for exact sizes.
+        axes: for each result, how its axes follow the dims; empty if they are not known, for exact
+            sizes.
         traffic: the sizes to record.
         lend: hands out a static output without a copy (outputs="view"); None copies.
     """
@@ -48,11 +51,14 @@ class CallPlan:
         self.real, self.padded = volume(sizes), volume(bucket)
         placed = sorted(zip(slots, entry.inputs, specs, strict=True), key=lambda item: item[0])
         self.heads = [head(static, spec, sizes) for _, static, spec in placed]
-        self.refills = [
+        refills = [
             refill
             for static, spec, fill in zip(entry.inputs, specs, fills, strict=True)
             for refill in tails(static, spec, sizes, bucket, fill)
         ]
+        # A number stays until another plan writes there; a repeated row changes with every call.
+        self._moving = [refill for refill in refills if isinstance(refill.value, Tensor)]
+        self._fixed = [refill for refill in refills if not isinstance(refill.value, Tensor)]
         self._slots = slots
         views = results(entry, axes, sizes)
         self.views = list(views.values())
@@ -65,7 +71,9 @@ class CallPlan:
         self._give: Callable[[Tensor], Tensor] = Tensor.clone if lend is None else lend
 
     def fill(self, leaves: Sequence[Tensor]) -> None:
-        """Copy the call's tensors into the static inputs, and restore fills that another call left dirty."""
+        """Copy the call's tensors into the static inputs, and restore fills that another call left
+        dirty.
+        """
         entry, heads = self.entry, self.heads
         if entry.handed_out:
             leaves, heads = _foreign(leaves, heads)
@@ -73,44 +81,54 @@ class CallPlan:
             heads[0].copy_(leaves[0])
         elif leaves:
             torch._foreach_copy_(heads, list(leaves))
+        for refill in self._moving:
+            refill()
         if entry.filled_for is not self or entry.handed_out:
-            for refill in self.refills:
+            for refill in self._fixed:
                 refill()
             entry.filled_for = self
 
     def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Fill, replay, and copy the static outputs out before another graph of the pool may overwrite them."""
+        """Fill, replay, and copy the static outputs out before another graph of the pool may
+        overwrite them.
+        """
         self.fill(leaves)
         self.entry.graph.replay()
         return [self._give(view) for view in self.views]
 
     def result(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Any:
-        """The module's result around these output tensors; inputs that it returns are the caller's own."""
+        """The module's result around these output tensors; inputs that it returns are the caller's
+        own.
+        """
         spec = self.entry.spec
         if spec is LEAF and outputs:
             return outputs[0]
         made: list[Any] = []
         for origin, state in zip(self.entry.origins, self._state, strict=True):
             if origin.kind == "made":
-                made.append(outputs[self._place[origin.index]])
+                made.append(outputs[self._place[origin.place]])
             else:
-                made.append(leaves[self._slots[origin.index]] if origin.kind == "input" else state)
+                made.append(leaves[self._slots[origin.place]] if origin.kind == "input" else state)
         return unflatten(spec, iter(made))
 
 
 def results(entry: Entry, axes: Axes, sizes: Sequence[int]) -> dict[int, Tensor]:
-    """Views of the static outputs, cut to these sizes, by their index among the tensors that the run made."""
+    """Views of the static outputs, cut to these sizes, by their index among the tensors that the
+    run made.
+    """
     views: dict[int, Tensor] = {}
     for origin, cuts in zip(entry.origins, axes or [[] for _ in entry.origins], strict=True):
         if origin.kind == "made":
-            views[origin.index] = cut(entry.graph.outputs[origin.index], cuts, sizes)
+            views[origin.place] = cut(entry.graph.outputs[origin.place], cuts, sizes)
     return views
 
 
 def _foreign(
     leaves: Sequence[Tensor], heads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Leave out the tensors that already lie in place, and free the others from any overlap with the static memory."""
+    """Leave out the tensors that already lie in place, and free the others from any overlap with
+    the static memory.
+    """
     pairs = []
     for leaf, head_ in zip(leaves, heads, strict=True):
         shared = leaf.untyped_storage().data_ptr() == head_.untyped_storage().data_ptr()

@@ -1,4 +1,6 @@
-"""Makes an entry: preflight at the padded sizes, plain warm-up, capture, and the two-fill check of the graph itself."""
+"""Makes an entry: preflight at the padded sizes, plain warm-up, capture, and the two-fill check of
+the graph itself.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class Capturer:
         statics = self._static_inputs(reading, key[1])
         seen = self._learner.observe(reading.call, [static.clone() for static in statics])
         if seen.hazard is not None:
-            raise seen.hazard
+            raise seen.hazard.again()
         args, kwargs = reading.call.arguments_with(statics)
         target = self._learner.target
         if self._backend.device.type == "cuda":
@@ -69,7 +71,7 @@ class Capturer:
             if spec != seen.spec:
                 raise CaptureError("two runs of the module gave results of different structure")
             made = {
-                o.index: leaf
+                o.place: leaf
                 for o, leaf in zip(seen.origins, leaves, strict=True)
                 if o.kind == "made"
             }
@@ -82,9 +84,8 @@ class Capturer:
         with self._undone(seen.writes):
             graph = self._backend.capture(captured)
         nbytes = graph.nbytes + sum(static.untyped_storage().nbytes() for static in statics)
-        return Entry(
-            key, graph, statics, seen.spec, seen.origins, state, seen.writes, seen.draws, nbytes
-        )
+        parts = (key, graph, statics, seen.spec, seen.origins, state, seen.writes, seen.draws)
+        return Entry(*parts, nbytes=nbytes)
 
     @contextlib.contextmanager
     def _undone(self, writes: Sequence[Tensor]) -> Iterator[None]:
@@ -100,7 +101,8 @@ class Capturer:
             generators.restore()
 
     def check(self, entry: Entry, facts: Facts) -> None:
-        """Replay with different values beside the real rows; the real rows must not move by a bit. Once per graph.
+        """Replay with different values beside the real rows; the real rows must not move by a bit.
+        Once per graph.
 
         Raises:
             Fallback: they do; the graph must not serve padded calls.
@@ -140,7 +142,9 @@ class Capturer:
 
 
 def _turn(static: Tensor, spec: Input, real: Sequence[int], bucket: Sequence[int]) -> None:
-    """Other values in the tails: the first real row for integers, which stays in range, and its opposite for floats."""
+    """Other values in the tails: the first real row for integers, which stays in range, and its
+    opposite for floats.
+    """
     sign = -2 if static.is_floating_point() or static.is_complex() else 1
     for axis, dim in reversed(spec.axes):
         if real[dim] < bucket[dim]:

@@ -1,8 +1,9 @@
 """An nn.Module that stands in a model's place for another one, without a trace in its state dict.
 
-It shares the inner module's dicts of parameters, buffers and submodules, so that keys carry no prefix and
-`model.encoder = GraphCache(model.encoder, ...)` changes nothing for optimizers, checkpoints and `.to()`. Whatever
-nn.Module does to itself is passed to the inner module, whose class may have overridden it.
+It shares the inner module's dicts of parameters, buffers and submodules, so that keys carry no
+prefix and `model.encoder = GraphCache(model.encoder, ...)` changes nothing for optimizers,
+checkpoints and `.to()`. Whatever nn.Module does to itself is passed to the inner module, whose
+class may have overridden it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import nn
 
 
 class Delegate(nn.Module):
-    """Forwards attributes, modes and state to `inner`; subclasses list their own attributes in `_own`."""
+    """Forwards attributes, modes and state to `inner`; subclasses list their own attributes in
+    `_own`.
+    """
 
     _own: frozenset[str] = frozenset()
 
@@ -70,8 +73,9 @@ class Delegate(nn.Module):
         )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        inner = super() if self._inner is None else self._inner
-        return inner.load_state_dict(*args, **kwargs)
+        if self._inner is None:
+            return super().load_state_dict(*args, **kwargs)
+        return self._inner.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self._inner is not None:

@@ -1,8 +1,9 @@
-"""Which axes of which arguments are dynamic: the `dynamic_shapes` argument, read once and matched with each call.
+"""Which axes of which arguments are dynamic: the `dynamic_shapes` argument, read once and matched
+with each call.
 
-The form is `torch.export`'s: a dict by parameter name or a tuple by position, nested as the argument is, each tensor's
-entry a dict {axis: dim} or a sequence with one entry per axis. A dim is a string (our extension) or a
-`torch.export.Dim`.
+The form is `torch.export`'s: a dict by parameter name or a tuple by position, nested as the
+argument is, each tensor's entry a dict {axis: dim} or a sequence with one entry per axis. A dim is
+a string (our extension) or a `torch.export.Dim`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from graphcache.signature import Leaf, Node, Spec
 
 
 class DynamicDims:
-    """The named dynamic dims of a module. `implicit` means: dim 0 of the first tensor, called "batch".
+    """The named dynamic dims of a module. `implicit` means: dim 0 of the first tensor, called
+    "batch".
 
     Args:
         dynamic_shapes: as above, or None.
@@ -46,7 +48,9 @@ class DynamicDims:
             )
 
     def match(self, arguments: Node) -> list[tuple[str, list[tuple[int, str]]]]:
-        """For each tensor of the bound arguments, in order: its dotted name, and (axis, dim) for each dynamic axis."""
+        """For each tensor of the bound arguments, in order: its dotted name, and (axis, dim) for
+        each dynamic axis.
+        """
         return [(path, _entries(entry)) for path, entry in _walk("", arguments, self._spec)]
 
 

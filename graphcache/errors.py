@@ -6,7 +6,9 @@ from graphcache.reasons import Reason
 
 
 class GraphCacheError(RuntimeError):
-    """Base of every error this package raises; also raised for a fallback under `on_fallback="raise"`."""
+    """Base of every error this package raises; also raised for a fallback under
+    `on_fallback="raise"`.
+    """
 
 
 class CaptureError(GraphCacheError):
@@ -14,16 +16,26 @@ class CaptureError(GraphCacheError):
 
 
 class BucketError(GraphCacheError, ValueError):
-    """Buckets or `dynamic_shapes` that cannot be used; the message says which value and what to pass."""
+    """Buckets or `dynamic_shapes` that cannot be used; the message says which value and what to
+    pass.
+    """
 
 
 class Fallback(Exception):  # noqa: N818  (control flow, never an error: it does not leave the package)
-    """The piece of work at hand runs eagerly, for `reason`; `detail` names the operation, line or sizes."""
+    """The piece of work at hand runs eagerly, for `reason`; `detail` names the operation, line or
+    sizes.
+    """
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
+
+    def again(self) -> Fallback:
+        """The same, to keep or to raise anew: a raised exception holds the frames it passed, and
+        their tensors.
+        """
+        return Fallback(self.reason, self.detail)
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail or self.reason.phrase}"

@@ -12,9 +12,9 @@ from graphcache.reasons import Reason
 class Explanation:
     """The answer of `GraphCache.explain`.
 
-    `action` is "replay", "capture", "split" or "eager". `sizes` and `bucket` are those of the dynamic `dims`, `pieces`
-    the buckets of a split. `reason` is None unless eager. `nearest` lists how the call's key differs from the closest
-    captured one.
+    `action` is "replay", "capture", "split" or "eager". `sizes` and `bucket` are those of the
+    dynamic `dims`, `pieces` the buckets of a split. `reason` is None unless eager. `nearest` lists
+    how the call's key differs from the closest captured one.
     """
 
     action: str
@@ -49,7 +49,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """The answer of `GraphCache.probe`: what was found about each dynamic dim, and what refuses the module altogether."""
+    """The answer of `GraphCache.probe`: what was found about each dynamic dim, and what refuses the
+    module altogether.
+    """
 
     dims: dict[str, DimFacts]
     refused: Reason | None = None
@@ -58,6 +60,8 @@ class ProbeReport:
     def __str__(self) -> str:
         if self.refused is not None:
             return f"refused: {self.refused}: {self.detail or self.refused.phrase}"
+        if not self.dims:
+            return self.detail
         lines = [f"{'dim':<10}{'padding':<18}{'controls':<20}{'rows independent':<18}outputs"]
         for name, facts in self.dims.items():
             padding = "neutral" if facts.neutral else str(facts.reason)

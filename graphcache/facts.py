@@ -1,7 +1,7 @@
 """What is known about one signature, learned by trial runs at the first call that needs it.
 
-The order is: does eager accept the call, would a capture hold it, which tensors follow the batch, which dims may be
-padded. Whatever is refused is remembered, so that later calls do not try again.
+The order is: does eager accept the call, would a capture hold it, which tensors follow the batch,
+which dims may be padded. Whatever is refused is remembered, so that later calls do not try again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from graphcache.reasons import Reason
 
 @dataclass(slots=True)
 class Facts:
-    """One signature's: whether it is refused for good, its dims once probed, and failed captures by bucket."""
+    """One signature's: whether it is refused for good, its dims once probed, and failed captures by
+    bucket.
+    """
 
     refused: Fallback | None = None
     draws: bool = False
@@ -38,9 +40,11 @@ class Facts:
         """The dims that must keep a call's own size."""
         if self.dims is None:
             return frozenset()
-        return frozenset(
-            i for i, d in enumerate(self.dims) if not d.neutral or sizes[i] < d.smallest
-        )
+        if any(size < d.smallest for size, d in zip(sizes, self.dims, strict=True)):
+            return frozenset(
+                range(len(self.dims))
+            )  # another form of result, whose axes are not known
+        return frozenset(i for i, d in enumerate(self.dims) if not d.neutral)
 
     def why_unpadded(self, dim: int) -> Fallback:
         facts = self.dims[dim] if self.dims else DimFacts(True)
@@ -74,7 +78,8 @@ class Facts:
 
 
 class Learner:
-    """Makes trial runs of one module and turns them into facts. Called under the capture lock, beside the callers' streams.
+    """Makes trial runs of one module and turns them into facts. Called under the capture lock,
+    beside the callers' streams.
 
     Args:
         target: what to call.
@@ -128,7 +133,9 @@ class Learner:
         return facts, seen
 
     def _judge_lifting(self, call: Call, lifted: Observation) -> Fallback | None:
-        """CPU inputs of a CUDA module may be handed to it on the device only if eager takes them as they are."""
+        """CPU inputs of a CUDA module may be handed to it on the device only if eager takes them as
+        they are.
+        """
         plain = self.observe(call, [tensor.detach().clone() for tensor in call.tensors])
         same_device = [a.device for a in plain.outputs] == [b.device for b in lifted.outputs]
         if same_device and all_close(plain.outputs, lifted.outputs):
@@ -138,11 +145,12 @@ class Learner:
         )
 
     def followers(self, reading: Reading) -> dict[str, bool]:
-        """For each other tensor as long as the batch: does it follow the batch, or have that length by chance?
+        """For each other tensor as long as the batch: does it follow the batch, or have that length
+        by chance?
 
-        Each is tried by cutting the others but not it: an error or changed rows mean that it follows. It also does if
-        cutting it alone cuts the leading axis of a result. At fewer than 4 rows, rows are repeated first, so that no
-        axis of length 1 can broadcast.
+        Each is tried by cutting the others but not it: an error or changed rows mean that it
+        follows. It also does if cutting it alone cuts the leading axis of a result. At fewer than 4
+        rows, rows are repeated first, so that no axis of length 1 can broadcast.
         """
         call, inputs = reading.call, reading.signature.inputs
         rows = max(4, reading.sizes[0])
@@ -225,14 +233,16 @@ class Learner:
             what = f"{type(error).__name__} at another size: {error}".splitlines()[0]
             raise Fallback(Reason.PAD_NOT_NEUTRAL, what) from error
         if seen.hazard is not None:
-            raise seen.hazard
+            raise seen.hazard.again()
         return seen
 
 
 def _apart(dims: tuple[DimFacts, ...]) -> tuple[DimFacts, ...]:
-    """Refuse to pad any dim if an output axis follows two of them (batch * seq flattened), or one could not be told.
+    """Refuse to pad any dim if an output axis follows two of them (batch * seq flattened), or one
+    could not be told.
 
-    Such an axis grows by a factor that depends on the other dim, so what was learned at these sizes fails at others.
+    Such an axis grows by a factor that depends on the other dim, so what was learned at these sizes
+    fails at others.
     """
     if len(dims) < 2:
         return dims

@@ -1,7 +1,9 @@
-"""The operations that a CUDA graph cannot hold, told from their schema and arguments before they run.
+"""The operations that a CUDA graph cannot hold, told from their schema and arguments before they
+run.
 
-One list for the real thing and for the CPU recorder, so that a laptop refuses what a GPU would. Sources: the tags of
-PyTorch's operator schemas, and the operations measured to break a capture (docs/design.md, "Measured facts").
+One list for the real thing and for the CPU recorder, so that a laptop refuses what a GPU would.
+Sources: the tags of PyTorch's operator schemas, and the operations measured to break a capture
+(docs/design.md, "Measured facts").
 """
 
 from __future__ import annotations
@@ -29,18 +31,6 @@ _INDEXING = frozenset(
 )
 _MASKS = (torch.bool, torch.uint8)
 
-# These read tensors on the host without any ATen operation on CPU tensors, so only a function mode sees them.
-_HOST_READS: dict[Any, Hazard] = {
-    torch.Tensor.tolist: (Reason.HOST_SYNC, "Tensor.tolist()"),
-    torch.Tensor.cpu: (Reason.HOST_COPY, "Tensor.cpu()"),
-    torch.Tensor.numpy: (Reason.HOST_COPY, "Tensor.numpy()"),
-    torch.Tensor.__array__: (Reason.HOST_COPY, "Tensor.__array__()"),
-    torch.Tensor.__dlpack__: (Reason.HOST_COPY, "Tensor.__dlpack__()"),
-    torch.Tensor.__repr__: (Reason.HOST_SYNC, "printing a tensor"),
-    torch.Tensor.__format__: (Reason.HOST_SYNC, "formatting a tensor"),
-}
-_FACTORIES = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
-
 
 def operation_hazard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hazard | None:
     """Whether an ATen operation would break or falsify a capture; the text names it."""
@@ -52,6 +42,8 @@ def operation_hazard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return Reason.DYNAMIC_OUTPUT, f"{name} with a boolean mask"
     elif torch.Tag.dynamic_output_shape in func.tags and not _given_size(name, kwargs):
         return Reason.DYNAMIC_OUTPUT, name
+    if any(leaf.is_nested for leaf in _tensors((args, kwargs))):
+        return Reason.DYNAMIC_OUTPUT, f"{name} on a nested tensor"
     if _crosses_devices(func, args, kwargs):
         return Reason.HOST_COPY, name
     return None
@@ -62,7 +54,9 @@ def _given_size(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Boolean indexing counts its ones on the host, except for the masked fill that `x[mask] = scalar` becomes."""
+    """Boolean indexing counts its ones on the host, except for the masked fill that `x[mask] =
+    scalar` becomes.
+    """
     indices = [index for index in args[1] if isinstance(index, Tensor)]
     if not any(index.dtype in _MASKS for index in indices):
         return False
@@ -80,23 +74,8 @@ def _crosses_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return "cpu" in kinds and len(kinds - {"meta"}) > 1
 
 
-def function_hazard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hazard | None:
-    """Whether a Python-level function reads a tensor on the host, or makes one there for the device."""
-    if func in _HOST_READS:
-        return _HOST_READS[func]
-    if func is torch.Tensor.to and any(
-        type(to) is str and to == "cpu" for to in (*args[1:2], kwargs.get("device"))
-    ):
-        return Reason.HOST_COPY, 'Tensor.to("cpu")'  # a literal; `.to(x.device)` follows its module
-    if func in _FACTORIES and torch.device(kwargs.get("device") or "cpu").type not in (
-        "cpu",
-        "meta",
-    ):
-        return Reason.HOST_COPY, f"torch.{func.__name__}(..., device={kwargs['device']!r})"
-    return None
-
-
-# These write the running statistics (arguments 3 and 4) in training, which their schema does not say.
+# These write the running statistics (arguments 3 and 4) in training, which their schema does not
+# say.
 _HIDDEN_WRITES = frozenset(
     {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 )
@@ -110,4 +89,8 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     if func.name().split(".")[0] in _HIDDEN_WRITES and args[5]:
         found += args[3:5]
-    return [leaf for leaf in _pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+    return _tensors(found)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

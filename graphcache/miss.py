@@ -1,21 +1,19 @@
-"""The miss path: reads a call, learns what it must, chooses what serves it, admits and captures graphs.
+"""The miss path: reads a call that has no plan, and makes the plan, or says why there is none.
 
-Owns the graphs and everything known about the module. Called under the cache's lock; trials and captures also hold the
-process's capture lock. Whatever stands in the way is a `Fallback`.
+Brings the parts together: `watch` (is the module what it was?), `knowledge` (what may be padded?), `route` (which
+bucket?), `store` (is there a graph?). Called under the cache's lock. Whatever stands in the way is a `Fallback`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor, nn
 
 from graphcache.buckets import parse_buckets
-from graphcache.cache import Entry, GraphLRU, Key
+from graphcache.cache import Entry, Key
 from graphcache.call import Binder, Call, Reading, differences
 from graphcache.callplan import CallPlan
 from graphcache.capture import Capturer
@@ -23,19 +21,19 @@ from graphcache.dims import DynamicDims
 from graphcache.errors import BucketError, Fallback
 from graphcache.explain import Explanation, ProbeReport
 from graphcache.facts import Facts, Learner
-from graphcache.graphs import CAPTURE_LOCK, Backend, backend_for
+from graphcache.graphs import Backend, backend_for
+from graphcache.knowledge import Knowledge
 from graphcache.padding import head
-from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 from graphcache.route import Route, choose_route, refuse_empty
 from graphcache.settings import Settings
 from graphcache.signature import Modes, Signature
 from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger
+from graphcache.store import GraphStore
 from graphcache.tracing import refuse_capturing, refuse_tracing
 from graphcache.watch import Watch, refuse_hooks
 
-_EXACT_USES = 3  # uses before an exact size is captured for a module that has buckets
 _MIN_GRAPHS = 32
 
 
@@ -50,57 +48,28 @@ class MissPath:
         ledger: Ledger,
         forget: Callable[[Entry], None],
     ) -> None:
-        self.name = (
-            type(module).__name__
-            if module is not None
-            else getattr(wrapped, "__name__", type(wrapped).__name__)
-        )
-        self.target: Callable[..., Any] = (
-            torch.compile(wrapped, dynamic=True) if settings.compile else wrapped
-        )
+        self.target = torch.compile(wrapped, dynamic=True) if settings.compile else wrapped
         self.binder = Binder(_forward_of(wrapped))
-        self.dims = DynamicDims(
-            settings.dynamic_shapes, self.binder.parameters, self.binder.open_ended
-        )
+        parameters, open_ended = self.binder.parameters, self.binder.open_ended
+        self.dims = DynamicDims(settings.dynamic_shapes, parameters, open_ended)
+        if settings.split not in (None, "auto", *self.dims.names):
+            raise BucketError(
+                f"`split` is {settings.split!r}; pass 'auto', None or one of {list(self.dims.names)}."
+            )
         self.buckets = parse_buckets(settings.buckets, self.dims.names)
         self.watch = Watch(module)
-        self.sealed = False
+        self.knowledge = Knowledge(self.dims, self.buckets.exact, settings, self.watch)
+        maxsize = settings.max_graphs or max(_MIN_GRAPHS, len(self.buckets))
+        self.store = GraphStore(maxsize, settings, ledger, forget)
         self._module = module
         self._settings = settings
-        self._ledger = ledger
-        self._forget = forget
         self._backend: Backend | None = None
         self._modes = Modes("cpu")
-        self.graphs = GraphLRU(
-            settings.max_graphs or max(_MIN_GRAPHS, len(self.buckets)), self._release
-        )
-        self._clear_knowledge()
-        self._captured: LRUCache[Key, None] = LRUCache(4096)
-
-    def _clear_knowledge(self) -> None:
-        self._facts: LRUCache[Signature, Facts] = LRUCache(4 * self._settings.max_signatures)
-        self._follows: dict[str, bool] = {}
-        self._forms: LRUCache[Signature, Call] = LRUCache(self._settings.max_signatures)
-
-    # The hit path's questions.
 
     def circumstances(self, form: tuple[Any, ...]) -> tuple[Any, ...]:
         """The key of a call's plan: its form, the modes it runs under, and the module's own mode."""
         modes = self._modes
         return (form, modes.context(), modes.kernels(), self.watch.state)
-
-    def count_use(self, entry: Entry) -> None:
-        """Keep the LRU's order, and count a capture once, as a capture and not as a replay too."""
-        self.graphs.tick += 1
-        entry.last_used = self.graphs.tick
-        entry.uses += 1
-        if entry.fresh:
-            entry.fresh = False
-            self._ledger.captures += 1
-        else:
-            self._ledger.replays += 1
-
-    # Deciding.
 
     def decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | SplitPlan:
         """The plan of a call that has none, capturing its bucket if that is due.
@@ -108,253 +77,53 @@ class MissPath:
         Raises:
             Fallback: why it has none.
         """
-        reading, facts = self._known(Call(self.binder, args, kwargs))
-        route = self._route(reading, facts)
+        reading, facts, route = self._routed(Call(self.binder, args, kwargs))
         if route.bucket is None:
             return SplitPlan(reading, facts, route.dim, route.pieces)
-        entry = self._entry(reading, facts, route)
-        if route.bucket != reading.sizes and not entry.checked:
-            self._check_padding(entry, facts)
+        key = (reading.signature, route.bucket)
+        entry = self.store.entry(reading, facts, key, route.why_exact)
+        if route.bucket != reading.sizes:
+            self.store.check_padding(entry, facts)
         return self._plan(reading, facts, entry)
-
-    def _check_padding(self, entry: Entry, facts: Facts) -> None:
-        """Before a graph serves its first padded call; a graph that fails leaves, and its bucket is refused."""
-        try:
-            with CAPTURE_LOCK, self.backend.aside():
-                self._capturer.check(entry, facts)
-        except Fallback as fallback:
-            facts.failed[entry.key[1]] = fallback
-            del self.graphs[entry.key]
-            raise
 
     def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         fills = facts.fills(len(reading.signature.inputs))
         lend = self.backend.lend if self._settings.outputs == "view" else None
-        traffic = reading.traffic
-        return CallPlan(
-            entry, reading.sizes, reading.call.slots, fills, facts.axes(), traffic, lend
-        )
+        slots, traffic = reading.call.slots, reading.traffic
+        return CallPlan(entry, reading.sizes, slots, fills, facts.axes(), traffic, lend)
 
-    def _known(self, call: Call) -> tuple[Reading, Facts]:
-        """Read a call and learn its signature's facts, or raise what refuses it."""
-        refuse_tracing()
-        self.catch_up()
-        if torch.is_grad_enabled() and (
-            self.watch.needs_grad() or any(t.requires_grad for t in call.leaves)
-        ):
-            raise Fallback(Reason.GRAD)
-        refuse_hooks(self.watch)
-        reading = self._read(call)
-        refuse_empty(reading.sizes, reading.dims)
-        facts = self._facts.get(reading.signature)
-        if facts is None:
-            facts = self._learn(reading)
-        if facts.refused is not None:
-            raise facts.refused
-        if reading.candidates and not self.buckets.exact and not self._trusting():
-            return self._settle_followers(call, reading)
-        return reading, facts
-
-    def _read(self, call: Call, follows: dict[str, bool] | None = None) -> Reading:
-        backend = self._backend_of(call)
-        if backend.device.type == "cuda":
-            refuse_capturing()
-        follows = {**self._follows, **(follows or {})}
-        return Reading(
-            call, self.dims, follows, backend.device, self.buckets.exact, self.watch.state
-        )
-
-    def _learn(self, reading: Reading) -> Facts:
-        owners = {key[0] for key in self.graphs}
-        if len(owners) >= self._settings.max_signatures:
-            raise Fallback(Reason.TOO_MANY_KEYS, f"{len(owners)} signatures own graphs already")
-        if self.sealed:
-            raise Fallback(Reason.NOT_ADMITTED, "sealed")
-        with CAPTURE_LOCK, self.backend.aside():
-            facts, seen = _harmless(lambda: self._learner.first_look(reading))
-        self.watch.follow(seen.reads)
-        if torch.is_grad_enabled() and self.watch.needs_grad():
-            raise Fallback(Reason.GRAD)  # a tensor that only the run showed
-        if self._trusting() and self.dims.implicit:
-            detail = 'verify="off" pads only dims named in `dynamic_shapes`'
-            facts.dims = (DimFacts(False, detail, Reason.PAD_NOT_NEUTRAL),)
-        self._facts[reading.signature] = facts
-        self._forms[reading.signature] = reading.call
-        return facts
-
-    def _settle_followers(self, call: Call, reading: Reading) -> tuple[Reading, Facts]:
-        """Find out, once per argument name, which tensors as long as the batch follow it; then read the call again."""
-        with CAPTURE_LOCK, self.backend.aside():
-            found = self._learner.followers(reading)
-        self._follows.update(found)
-        again = self._read(call, {path: False for path in reading.candidates if path not in found})
-        facts = self._facts.get(again.signature) or self._learn(again)
-        if facts.refused is not None:
-            raise facts.refused
-        return again, facts
-
-    def _trusting(self) -> bool:
-        return self._settings.verify == "off"
-
-    def _route(self, reading: Reading, facts: Facts) -> Route:
-        """Choose a bucket or pieces; before anything is padded or split, probe."""
+    def _routed(self, call: Call) -> tuple[Reading, Facts, Route]:
+        """Read a call, learn what it needs, and choose what serves it. Before padding comes the probe."""
+        reading, facts = self._known(call)
         bucket = self.buckets.choose(reading.sizes)
         if bucket != reading.sizes and facts.dims is None:
-            largest = tuple(
-                max(corner[i] for corner in self.buckets.corners)
-                for i in range(len(self.buckets.dims))
-            )
-            if self.sealed:
-                raise Fallback(Reason.NOT_ADMITTED, "sealed")
-            with CAPTURE_LOCK, self.backend.aside():
-                facts.dims = _harmless(lambda: self._learner.probe(reading, bucket or largest))
-        return choose_route(self.buckets, reading.sizes, facts, self._settings)
+            self.store.refuse_sealed()
+            self.knowledge.probe(reading, facts, bucket or self.buckets.largest())
+        return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
 
-    # Admission and capture.
+    def _known(self, call: Call) -> tuple[Reading, Facts]:
+        refuse_tracing()
+        self.catch_up()
+        self._refuse_grad(call)
+        refuse_hooks(self.watch)
+        self._choose_backend(call)
+        reading = self.knowledge.read(call)
+        refuse_empty(reading.sizes, reading.dims)
+        return self.knowledge.of(reading, self._admit_signature)
 
-    def _entry(self, reading: Reading, facts: Facts, route: Route, ahead: bool = False) -> Entry:
-        assert route.bucket is not None
-        key: Key = (reading.signature, route.bucket)
-        entry = self.graphs.get(key)
-        if entry is not None:
-            return entry
-        if route.bucket in facts.failed:
-            raise facts.failed[route.bucket]
-        if not ahead:
-            self._admit(key, route)
-        return self._capture(reading, facts, key)
+    def _refuse_grad(self, call: Call) -> None:
+        if torch.is_grad_enabled():
+            if self.watch.needs_grad() or any(leaf.requires_grad for leaf in call.leaves):
+                raise Fallback(Reason.GRAD)
 
-    def _admit(self, key: Key, route: Route) -> None:
-        """Whether a key without a graph may have one now.
-
-        A size that is exact because padding is not safe waits for its third use and may take half of the cache; the
-        listed buckets are what the user asked for, and so is every size where no buckets are given.
-        """
-        uses, settings = self.graphs.count_use(key), self._settings
-        if self.sealed:
-            raise Fallback(Reason.NOT_ADMITTED, "sealed")
-        wanted = (
-            settings.capture_after
-            if route.why_exact is None
-            else max(_EXACT_USES, settings.capture_after)
-        )
-        if uses < wanted:
-            raise route.why_exact or Fallback(
-                Reason.NOT_ADMITTED, f"use {uses} of {wanted} before a capture"
-            )
-        if route.why_exact is not None and self._exact_graphs() >= max(
-            1, int(self.graphs.maxsize) // 2
-        ):
-            raise route.why_exact
-        owners = {owner for owner, _ in self.graphs}
-        if key[0] not in owners and len(owners) >= settings.max_signatures:
-            raise Fallback(Reason.TOO_MANY_KEYS, f"{len(owners)} signatures own graphs already")
-        if not self.graphs.has_room() and not self.graphs.outweighs(key):
-            raise Fallback(Reason.TOO_MANY_KEYS, f"{len(self.graphs)} graphs are used more")
-        if self._over_budget() and not self.graphs.outweighs(key):
-            raise Fallback(
-                Reason.MEMORY_BUDGET,
-                f"{self.graph_bytes():,} bytes of {settings.max_bytes:,} are taken",
-            )
-
-    def _exact_graphs(self) -> int:
-        return sum(bucket not in self.buckets.corners for _, bucket in self.graphs)
-
-    def _over_budget(self) -> bool:
-        """Whether a graph like those at hand would go over `max_bytes`."""
-        limit = self._settings.max_bytes
-        typical = min((entry.nbytes for entry in self.graphs.entries()), default=0)
-        return limit is not None and len(self.graphs) > 0 and self.graph_bytes() + typical > limit
-
-    def _capture(self, reading: Reading, facts: Facts, key: Key) -> Entry:
-        started = time.perf_counter()
-        while not self.graphs.has_room():
-            self._evict()
-        try:
-            entry = self._build(reading, facts, key)
-            if (
-                self._settings.max_bytes is not None
-                and self.graph_bytes() + entry.nbytes > self._settings.max_bytes
-            ):
-                entry = self._rebuild_alone(entry, reading, facts, key)
-        except Fallback as fallback:
-            if fallback.reason is not Reason.OUT_OF_MEMORY:
-                facts.failed[key[1]] = fallback
-            raise
-        finally:
-            self._ledger.capture_seconds += time.perf_counter() - started
-        self._ledger.recaptures += key in self._captured
-        self._captured[key] = None
-        self.graphs[key] = entry
-        return entry
-
-    def _build(self, reading: Reading, facts: Facts, key: Key) -> Entry:
-        """Capture, and once more with every other graph gone if memory runs out."""
-        for last in (False, True):
-            try:
-                with CAPTURE_LOCK, self.backend.aside():
-                    return self._capturer.entry(reading, facts, key)
-            except torch.OutOfMemoryError as error:
-                if last:
-                    self._ledger.failures += 1
-                    raise Fallback(Reason.OUT_OF_MEMORY, str(error).splitlines()[0]) from error
-                self._evict_all()
-            except Fallback:
-                raise
-            except Exception as error:
-                self._ledger.failures += 1
-                if not len(self.graphs):
-                    self.backend.flush()  # else what it took stays in the pool, for later captures
-                raise Fallback(
-                    Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}".splitlines()[0]
-                ) from error
-        raise AssertionError("unreachable")
-
-    def _rebuild_alone(self, entry: Entry, reading: Reading, facts: Facts, key: Key) -> Entry:
-        """Over `max_bytes`: start a new generation with this graph alone; hot keys come back at their next use.
-
-        One graph's reset returns little of a shared pool (390 -> 388 MiB measured), so the whole pool goes.
-        """
-        self._release(entry)
-        self._evict_all()
-        entry = self._build(reading, facts, key)
-        if self.graph_bytes() + _static_bytes(entry) > (self._settings.max_bytes or 0):
-            self._release(entry)
-            self._evict_all()
-            raise Fallback(
-                Reason.MEMORY_BUDGET, f"bucket {key[1]} alone takes {entry.nbytes:,} bytes"
-            )
-        return entry
-
-    def _evict(self) -> None:
-        self.graphs.popitem()
-        self._ledger.evictions += 1
-
-    def _evict_all(self) -> None:
-        while len(self.graphs):
-            self._evict()
-        self.backend.flush()
-
-    def _release(self, entry: Entry) -> None:
-        """The only end of a graph: nobody can reach it, no replay of it is in flight."""
-        entry.alive = False
-        self._forget(entry)
-        backend = self.backend
-        backend.drain()
-        backend.retire(entry.graph)
+    def _admit_signature(self, signature: Signature) -> None:
+        self.store.refuse_sealed()
+        self.store.refuse_signatures(signature)
 
     # Ahead of calls.
 
-    def seen_calls(self) -> list[Call]:
-        """One call of each form that was learned and not refused."""
-        return [
-            call
-            for signature, call in self._forms.items()
-            if self._facts[signature].refused is None
-        ]
-
     def warmup_sizes(self, sizes: Iterable[Any] | None) -> list[tuple[int, ...]]:
-        """Buckets to capture, largest first, so that smaller graphs reuse the pool memory of larger ones.
+        """Buckets to capture, largest first: smaller graphs reuse the pool memory of larger ones.
 
         Raises:
             BucketError: `sizes` that are no buckets.
@@ -362,90 +131,78 @@ class MissPath:
         wanted = self.buckets if sizes is None else parse_buckets(list(sizes), self.dims.names)
         strange = [corner for corner in wanted.corners if corner not in self.buckets.corners]
         if strange and not self.buckets.exact:
-            raise BucketError(
-                f"warmup sizes {strange} are no buckets; the buckets are {self.buckets.corners}."
-            )
+            known = list(self.buckets.corners)
+            raise BucketError(f"warmup sizes {strange} are no buckets; pass some of {known}.")
         return list(reversed(wanted.corners))
 
     def warm(self, call: Call, bucket: tuple[int, ...]) -> None:
-        """Capture one bucket for a call's form unless it has a graph."""
-        reading, facts = self._known(call)
-        resized = reading.resized(bucket)
-        if resized is None:
-            raise Fallback(
-                Reason.UNSUPPORTED_INPUT,
-                "exact sizes without named dims cannot be made from a sample",
-            )
-        reading, facts = self._known(resized)
-        if facts.dims is None and not self.buckets.exact:
-            with CAPTURE_LOCK, self.backend.aside():
-                facts.dims = _harmless(lambda: self._learner.probe(reading, bucket))
-        entry = self._entry(reading, facts, Route(bucket), ahead=True)
-        if entry.fresh:
-            entry.fresh = False
-            self._ledger.warmup_captures += 1
+        """Capture one bucket for a call's form unless it has a graph, and probe its padding."""
+        if not self.buckets.exact:
+            self._probe_once(call)
+        reading, facts = self._known(self._resized(call, bucket))
+        entry = self.store.entry_ahead(reading, facts, (reading.signature, bucket))
+        if not self.buckets.exact and not facts.unpadded(bucket):
+            self.store.check_padding(entry, facts)
 
-    def wait(self) -> None:
-        if self._backend is not None:
-            self._backend.drain()
+    def _probe_once(self, call: Call) -> None:
+        """Probe at a small bucket, since a probe runs the module a few dozen times."""
+        telling = self.buckets.smallest_telling()
+        reading, facts = self._known(self._resized(call, telling))
+        if facts.dims is None:
+            self.knowledge.probe(reading, facts, telling)
 
     def static_views(self, call: Call, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-        reading, facts = self._known(call)
-        resized = reading.resized(sizes)
-        if resized is None:
-            raise Fallback(
-                Reason.UNSUPPORTED_INPUT,
-                "exact sizes without named dims cannot be made from a sample",
-            )
-        reading, facts = self._known(resized)
-        route = self._route(reading, facts)
+        """The heads of a bucket's static inputs, by input name."""
+        reading, facts, route = self._routed(self._resized(call, sizes))
         if route.bucket is None:
             raise Fallback(Reason.OVER_MAX, "a call of these sizes is served in pieces")
-        entry = self._entry(reading, facts, route, ahead=True)
-        if entry.fresh:
-            entry.fresh = False
-            self._ledger.warmup_captures += 1
+        key = (reading.signature, route.bucket)
+        entry = self.store.entry_ahead(reading, facts, key)
+        if route.bucket != sizes:
+            self.store.check_padding(entry, facts)
         entry.handed_out = True
-        inputs = reading.signature.inputs
-        return {
-            spec.name: head(t, spec, sizes) for spec, t in zip(inputs, entry.inputs, strict=True)
-        }
+        pairs = zip(reading.signature.inputs, entry.inputs, strict=True)
+        return {spec.name: head(static, spec, sizes) for spec, static in pairs}
+
+    def _resized(self, call: Call, sizes: tuple[int, ...]) -> Call:
+        self.catch_up()
+        self._choose_backend(call)
+        resized = self.knowledge.read(call).resized(sizes)
+        if resized is None:
+            detail = "without buckets or `dynamic_shapes` no call of another size can be made"
+            raise Fallback(Reason.UNSUPPORTED_INPUT, detail)
+        return resized
 
     def rebucket(self, buckets: Any) -> None:
         self.buckets = parse_buckets(buckets, self.dims.names)
-        for facts in self._facts.values():
-            facts.failed.clear()
+        self.knowledge.rebucket(self.buckets.exact)
+        if not self.buckets.exact:
+            self.store.keep(frozenset(self.buckets.corners))
 
     # Seeing it.
 
     def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
-        reading, facts = self._known(Call(self.binder, args, kwargs))
-        route = self._route(reading, facts)
-        sizes = dict(dims=reading.dims, sizes=reading.sizes)
-        if route.bucket is None:
-            return Explanation(
-                "split", pieces=tuple(piece.bucket for piece in route.pieces), **sizes
-            )
-        key = (reading.signature, route.bucket)
-        if key in self.graphs:
-            return Explanation("replay", bucket=route.bucket, **sizes)
+        reading, facts, route = self._routed(Call(self.binder, args, kwargs))
+        dims, sizes, bucket = reading.dims, reading.sizes, route.bucket
+        if bucket is None:
+            pieces = tuple(piece.bucket for piece in route.pieces)
+            return Explanation("split", dims, sizes, pieces=pieces)
+        key = (reading.signature, bucket)
+        if key in self.store.graphs:
+            return Explanation("replay", dims, sizes, bucket)
         nearest = self._nearest(key)
-        if route.bucket in facts.failed or route.why_exact is not None:
-            why = facts.failed.get(route.bucket) or route.why_exact
-            return Explanation(
-                "eager",
-                bucket=route.bucket,
-                reason=why.reason,
-                detail=why.detail,
-                nearest=nearest,
-                **sizes,
-            )
-        return Explanation("capture", bucket=route.bucket, nearest=nearest, **sizes)
+        try:
+            self.store.refuse_failed(facts, key)
+            uses = self.store.graphs.uses(key) + 1
+            self.store.refuse_unfit(key, route.why_exact, uses)
+        except Fallback as why:
+            return Explanation("eager", dims, sizes, bucket, (), why.reason, why.detail, nearest)
+        return Explanation("capture", dims, sizes, bucket, nearest=nearest)
 
     def _nearest(self, key: Key) -> tuple[str, ...]:
         """How the captured key that is most alike differs, a line each."""
         options = []
-        for signature, bucket in self.graphs:
+        for signature, bucket in self.store.graphs:
             lines = list(differences(key[0], signature))
             if bucket != key[1]:
                 lines.append(f"bucket: {key[1]}, captured {bucket}")
@@ -454,17 +211,11 @@ class MissPath:
 
     def probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeReport:
         reading, facts = self._known(Call(self.binder, args, kwargs))
-        with CAPTURE_LOCK, self.backend.aside():
-            bucket = self.buckets.choose(reading.sizes) or self.buckets.corners[-1]
-            facts.dims = _harmless(lambda: self._learner.probe(reading, bucket))
-        return ProbeReport(dict(zip(reading.dims, facts.dims, strict=True)))
-
-    def graph_bytes(self) -> int:
-        if self._backend is None:
-            return 0
-        return self._backend.pool_bytes() + sum(
-            _static_bytes(entry) for entry in self.graphs.entries()
-        )
+        if self.buckets.exact:
+            return ProbeReport({}, detail="no buckets are given, so nothing is padded")
+        bucket = self.buckets.choose(reading.sizes) or self.buckets.largest()
+        self.knowledge.probe(reading, facts, bucket)
+        return ProbeReport(dict(zip(reading.dims, facts.dims or (), strict=True)))
 
     # Change and forgetting.
 
@@ -480,37 +231,22 @@ class MissPath:
             self._backend = None  # it may lie on another device now
 
     def forget(self) -> None:
-        self.graphs.clear()
-        self._clear_knowledge()
+        self.store.graphs.clear()
+        self.knowledge.forget()
 
     def flush(self) -> None:
         if self._backend is not None:
             self._backend.flush()
 
-    def quarantine(self, plan: CallPlan | SplitPlan, mismatch: Fallback) -> None:
+    def wait(self) -> None:
+        if self._backend is not None:
+            self._backend.drain()
+
+    def quarantine(self, plan: CallPlan, mismatch: Fallback) -> None:
         """Never again serve a key whose result differed from eager's."""
-        if isinstance(plan, SplitPlan):
-            return
         signature, bucket = plan.entry.key
-        facts = self._facts.get(signature)
-        if facts is not None:
-            facts.failed[bucket] = mismatch
-        self.graphs.pop((signature, bucket), None)
-
-    def poison(self, output: Tensor) -> None:
-        self.backend.poison(output)
-
-    def _backend_of(self, call: Call) -> Backend:
-        if self._backend is None:
-            device = _device_of(self._module, call.leaves)
-            self._backend = backend_for(device, self._settings.backend)
-            self._modes = Modes(device.type)
-            trusting = self._trusting()
-            self._learner = Learner(
-                self.target, self._module, self._backend, self._settings.fill, trusting
-            )
-            self._capturer = Capturer(self._learner, self._module, self._backend)
-        return self._backend
+        self.knowledge.quarantine(signature, bucket, mismatch)
+        self.store.graphs.pop((signature, bucket), None)
 
     @property
     def backend(self) -> Backend:
@@ -519,28 +255,18 @@ class MissPath:
             raise Fallback(Reason.DEVICE, "no call was seen yet")
         return self._backend
 
-    def check(self) -> None:
-        self.graphs.check()
-        assert all(entry.graph.nbytes >= 0 for entry in self.graphs.entries())
-
-
-def _harmless(trial: Callable[[], Any]) -> Any:
-    """Run trials; what the module raises in them is no error of the call's, which eager will answer."""
-    try:
-        return trial()
-    except Fallback:
-        raise
-    except torch.OutOfMemoryError as error:
-        raise Fallback(Reason.OUT_OF_MEMORY, str(error).splitlines()[0]) from error
-    except Exception as error:
-        raise Fallback(
-            Reason.CAPTURE_FAILED,
-            f"a trial run raised {type(error).__name__}: {error}".splitlines()[0],
-        ) from error
-
-
-def _static_bytes(entry: Entry) -> int:
-    return sum(static.untyped_storage().nbytes() for static in entry.inputs)
+    def _choose_backend(self, call: Call) -> None:
+        """Find the module's device at its first call, and after a move; refuse a capturing caller."""
+        if self._backend is None:
+            device = _device_of(self._module, call.leaves)
+            self._backend = backend_for(device, self._settings.backend)
+            self._modes = Modes(device.type)
+            trusting, fill = self.knowledge.trusting, self._settings.fill
+            learner = Learner(self.target, self._module, self._backend, fill, trusting)
+            self.knowledge.attach(self._backend, learner)
+            self.store.attach(self._backend, Capturer(learner, self._module, self._backend))
+        if self._backend.device.type == "cuda":
+            refuse_capturing()
 
 
 def _forward_of(wrapped: Callable[..., Any]) -> Callable[..., Any]:

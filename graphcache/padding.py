@@ -1,7 +1,9 @@
-"""Padding arithmetic on tensors: static buffers, the tails to refill in them, and cutting results back.
+"""Padding arithmetic on tensors: static buffers, the tails to refill in them, and cutting results
+back.
 
-Nothing here decides whether padding is safe; that is the probe's. A *fill* is a number or "repeat", which repeats the
-last real row (or column): always a value that the module has met, so an index stays in range.
+Nothing here decides whether padding is safe; that is the probe's. A *fill* is a number or "repeat",
+which repeats the last real row (or column): always a value that the module has met, so an index
+stays in range.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ REPEAT = "repeat"
 
 
 class Refill(NamedTuple):
-    """Restore the fill of one region of a static input: `tail` from another view of it, or with a number.
+    """Restore the fill of one region of a static input: `tail` from another view of it, or with a
+    number.
 
     `rows` are the real rows along `axis` that the tail continues.
     """
@@ -57,7 +60,9 @@ def allocate(spec: Input, bucket: Sequence[int]) -> Tensor:
 
 
 def fit(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
-    """`leaf` with its dynamic axes brought to `sizes`: cut where longer, its rows repeated in turn where shorter."""
+    """`leaf` with its dynamic axes brought to `sizes`: cut where longer, its rows repeated in turn
+    where shorter.
+    """
     for axis, dim in spec.axes:
         have, want = leaf.shape[axis], sizes[dim]
         if want <= have:
@@ -81,10 +86,12 @@ def tails(
     bucket: Sequence[int],
     fills: Mapping[int, Fill],
 ) -> list[Refill]:
-    """The regions of a static input outside its head, one for each padded axis, in the order to refill them.
+    """The regions of a static input outside its head, one for each padded axis, in the order to
+    refill them.
 
-    `fills` gives the fill by dynamic dim; a dim without one is left alone (its leftovers are inert). The last axis
-    comes first, so that "repeat" along an earlier axis copies rows whose own tail is already right.
+    `fills` gives the fill by dynamic dim; a dim without one is left alone (its leftovers are
+    inert). The last axis comes first, so that "repeat" along an earlier axis copies rows whose own
+    tail is already right.
     """
     found = []
     for position in reversed(range(len(spec.axes))):

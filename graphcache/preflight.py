@@ -1,9 +1,10 @@
 """Trial runs: the module runs once, watched, and everything but its result is undone.
 
-An `Observer` sees each ATen operation before it runs and notes what a capture could not hold, what was read and
-written, and whether random numbers were drawn. It only notes; the run goes on, since all of it is harmless in eager.
-While a trial lasts "are we capturing?" is answered yes, in this thread only: model code asks, and skips host checks
-(transformers drops an all-ones mask by such a check, and would be refused for it).
+An `Observer` sees each ATen operation before it runs and notes what a capture could not hold, what
+was read and written, and whether random numbers were drawn. It only notes; the run goes on, since
+all of it is harmless in eager. While a trial lasts "are we capturing?" is answered yes, in this
+thread only: model code asks, and skips host checks (transformers drops an all-ones mask by such a
+check, and would be refused for it).
 """
 
 from __future__ import annotations
@@ -20,33 +21,35 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcache.errors import Fallback
-from graphcache.hazards import function_hazard, operation_hazard, written_tensors
+from graphcache.hazards import operation_hazard, written_tensors
+from graphcache.hostreads import noticing_host_reads
 from graphcache.reasons import Reason
 from graphcache.signature import Spec, flatten
 from graphcache.watch import Attributes
 
-_INTERNAL_PATHS = tuple(
-    str(Path(module.__file__).parent) for module in (torch, sys.modules[__package__])
-)
+_INTERNAL_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_ASKED = "is_current_stream_capturing"
 _trial = threading.local()
 
 
 class Origin(NamedTuple):
-    """Where a result tensor comes from: made by the run (the `index`-th such tensor), input `index` itself, a view of
-    input `index`, or the module's state."""
+    """Where a result tensor comes from: made by the run (the `place`-th such tensor), input `place`
+    itself, a view of input `place`, or the module's state.
+    """
 
     kind: Literal["made", "input", "view", "state"]
-    index: int = 0
+    place: int = 0
 
 
 @dataclass(slots=True)
 class Observation:
-    """What one trial run did. `written` holds the bytes that the run left in the storages it wrote, before the undo."""
+    """What one trial run did. `written` holds the bytes that the run left in the storages it wrote,
+    before the undo.
+    """
 
     outputs: list[Tensor]
     spec: Spec
@@ -65,7 +68,8 @@ def in_trial() -> bool:
 
 @contextlib.contextmanager
 def as_captured() -> Iterator[None]:
-    """The modes of a capture: no grad, inference mode off, no autocast weight cache, "capturing?" answered yes.
+    """The modes of a capture: no grad, inference mode off, no autocast weight cache, "capturing?"
+    answered yes.
 
     The weight cache would keep casts of today's weights inside the graph.
     """
@@ -90,16 +94,18 @@ def _answering_yes() -> Iterator[None]:
     places = (torch.cuda, torch.cuda.graphs)
     try:
         for place in places:
-            place.is_current_stream_capturing = capturing  # type: ignore[assignment]
+            setattr(place, _ASKED, capturing)
         yield
     finally:
         for place in places:
-            place.is_current_stream_capturing = original
+            setattr(place, _ASKED, original)
 
 
 @dataclass(slots=True)
 class RandomStates:
-    """Every generator that a module may draw from unasked: torch's defaults, `random`, `numpy.random`."""
+    """Every generator that a module may draw from unasked: torch's defaults, `random`,
+    `numpy.random`.
+    """
 
     device: torch.device
     torch_state: list[Tensor] = field(init=False)
@@ -124,7 +130,7 @@ class RandomStates:
 
     def drawn_elsewhere(self) -> str | None:
         """A generator that has moved on and that a graph would freeze."""
-        state = np.random.get_state()
+        state: Any = np.random.get_state()
         if random.getstate() != self.python:
             return "Python's `random`"
         if state[2] != self.numpy[2] or not np.array_equal(state[1], self.numpy[1]):
@@ -144,7 +150,9 @@ class RandomStates:
 
 
 class Observer(TorchDispatchMode):
-    """Notes hazards, reads, writes and draws of every ATen operation. Keeps the bytes of what is about to be written."""
+    """Notes hazards, reads, writes and draws of every ATen operation. Keeps the bytes of what is
+    about to be written.
+    """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -181,7 +189,9 @@ class Observer(TorchDispatchMode):
             self.note(Reason.GENERATOR, f"{func.name()} draws from a generator of its own")
 
     def _constants(self, func: Any, tensors: list[Tensor]) -> bool:
-        """CPU scalars that the run itself made are constants of the key; a kernel takes them by value."""
+        """CPU scalars that the run itself made are constants of the key; a kernel takes them by
+        value.
+        """
         cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         by_value = not func.name().startswith(("aten::_to_copy", "aten::copy_"))
         return by_value and all(t.dim() == 0 and storage_id(t) in self._made for t in cpu)
@@ -218,24 +228,11 @@ class Observer(TorchDispatchMode):
         return left
 
 
-class HostReads(TorchFunctionMode):
-    """Sees the reads of CPU tensors that issue no ATen operation, and passes them to `note`."""
-
-    def __init__(self, note: Callable[[Reason, str], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function_hazard(func, args, kwargs or {})
-        if found is not None:
-            self._note(*found)
-        return func(*args, **(kwargs or {}))
-
-
 def observe(
     run: Callable[[], Any], inputs: Sequence[Tensor], module: nn.Module | None, device: torch.device
 ) -> Observation:
-    """Run once under watch and undo all it did to the module's tensors and attributes and to the generators.
+    """Run once under watch and undo all it did to the module's tensors and attributes and to the
+    generators.
 
     Args:
         run: calls the module on `inputs`, which are the caller's to lose.
@@ -247,8 +244,8 @@ def observe(
     observer = Observer(inputs)
     outputs: list[Tensor] = []
     try:
-        with as_captured(), _noting_synchronize(observer.note):
-            with HostReads(observer.note), observer:
+        with as_captured():
+            with noticing_host_reads(observer.note), observer:
                 result = run()
             spec = flatten(result, outputs, Reason.UNSUPPORTED_OUTPUT)
         draws, elsewhere = generators.drawn(), generators.drawn_elsewhere()
@@ -280,23 +277,6 @@ def observe(
     )
 
 
-@contextlib.contextmanager
-def _noting_synchronize(note: Callable[[Reason, str], None]) -> Iterator[None]:
-    """`torch.cuda.synchronize()` is fatal to a capture, and no mode or debug switch sees it."""
-    original, me = torch.cuda.synchronize, threading.get_ident()
-
-    def synchronize(*args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == me:
-            note(Reason.HOST_SYNC, "torch.cuda.synchronize()")
-        original(*args, **kwargs)
-
-    torch.cuda.synchronize = synchronize
-    try:
-        yield
-    finally:
-        torch.cuda.synchronize = original
-
-
 def _origins(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], observer: Observer
 ) -> list[Origin]:
@@ -317,7 +297,7 @@ def _origins(
 
 
 def storage_id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:
@@ -337,7 +317,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [
         leaf
         for leaf in _pytree.tree_leaves(tree)
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
     ]
 
 

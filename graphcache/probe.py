@@ -1,10 +1,12 @@
-"""The padding probe: may a dim of this module be padded, with which fills, and what follows the dim in the outputs?
+"""The padding probe: may a dim of this module be padded, with which fills, and what follows the dim
+in the outputs?
 
-Padding is neutral if, with some smallest set of *controls* held at their fill (a mask at 0, say), finite garbage of
-either sign in every other padded input leaves the real part unchanged: bit for bit between two garbage runs at one
-padded shape, and by norm against the run at the real shape. The real part is the real rows of every output and the
-module's state. Garbage for integers and bools is drawn from the values of the real input, never out of their range: an
-index out of range is a device assert, which ends the process's CUDA context.
+Padding is neutral if, with some smallest set of *controls* held at their fill (a mask at 0, say),
+finite garbage of either sign in every other padded input leaves the real part unchanged: bit for
+bit between two garbage runs at one padded shape, and by norm against the run at the real shape. The
+real part is the real rows of every output and the module's state. Garbage for integers and bools is
+drawn from the values of the real input, never out of their range: an index out of range is a device
+assert, which ends the process's CUDA context.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ _LARGE, _PLAIN = 8.0, 1.0  # garbage in units of the input's own largest magnitu
 class DimFacts:
     """What the probe found about one dim of one signature.
 
-    `fills` maps each input (by position) to the fill that calls must restore; inputs that follow the dim and are not
-    in it are inert: even NaN in their tails leaves the real part alone. `controls` are those the result depends on.
-    `axes` tells how each output follows the dim, None if it could not be told; `smallest` is 2 for a module whose
-    results have another form at size 1 (`squeeze()`).
+    `fills` maps each input (by position) to the fill that calls must restore; inputs that follow
+    the dim and are not in it are inert: even NaN in their tails leaves the real part alone.
+    `controls` are those the result depends on. `axes` tells how each output follows the dim, None
+    if it could not be told; `smallest` is 2 for a module whose results have another form at size 1
+    (`squeeze()`).
     """
 
     neutral: bool
@@ -54,11 +57,14 @@ class Probe:
     """Probes the dims of one signature.
 
     Args:
-        run: observes the module on the given tensors, in the order of the signature, which it may write to.
+        run: observes the module on the given tensors, in the order of the signature, which it may
+            write to.
         inputs: the signature's inputs.
-        leaves: the real call's tensors, in the same order, on the device where the module gets them.
+        leaves: the real call's tensors, in the same order, on the device where the module gets
+            them.
         named: fills that the caller chose, by input name.
-        trusting: leave out the garbage (verify="off"): shapes are learned, neutrality is taken for granted.
+        trusting: leave out the garbage (verify="off"): shapes are learned, neutrality is taken for
+            granted.
     """
 
     def __init__(
@@ -78,7 +84,8 @@ class Probe:
     def dim(self, dim: int, sizes: Sequence[int], padded: int) -> DimFacts:
         """Probe one dim between a real size and `padded`; the other dims keep their real size.
 
-        The real size is at most half of the padded one, so that factors that depend on the shape show.
+        The real size is at most half of the padded one, so that factors that depend on the shape
+        show.
         """
         padded = max(2, padded)
         real = max(min(sizes[dim], padded // 2), min(2, padded // 2))
@@ -108,8 +115,14 @@ class Probe:
         coupled = Reason.BATCH_COUPLED if trial.leading else Reason.PAD_NOT_NEUTRAL
         raise Fallback(coupled, "values in padded rows change real results")
 
+    def _is_float(self, i: int) -> bool:
+        dtype = self._inputs[i].dtype
+        return dtype.is_floating_point or dtype.is_complex
+
     def _control_sets(self, trial: _DimTrial) -> Iterator[dict[int, Fill]]:
-        """Sets of held inputs with their fills, smallest first; at least one input is left for garbage."""
+        """Sets of held inputs with their fills, smallest first; at least one input is left for
+        garbage.
+        """
         eligible = [i for i in trial.followers if _may_control(self._inputs[i], self._named)]
         most = min(MAX_CONTROLS, len(trial.followers) - 1, len(eligible))
         for count in range(most + 1):
@@ -129,15 +142,15 @@ class Probe:
         plain: Observation,
         axes: list[list[OutputAxis]],
     ) -> DimFacts:
-        fills = dict(controls)
-        rest = [i for i in trial.followers if i not in controls]
-        floats = [
-            i
-            for i in rest
-            if self._inputs[i].dtype.is_floating_point or self._inputs[i].dtype.is_complex
+        # Integers and bools always: what an earlier call left may lie outside this call's values.
+        followers = [i for i in trial.followers if i not in controls]
+        held = [
+            i for i in followers if not self._is_float(i) or self._inputs[i].name in self._named
         ]
-        if floats and not trial.agree(plain, trial.observe(controls, _not_a_number), axes):
-            fills |= {i: self._named.get(self._inputs[i].name, REPEAT) for i in floats}
+        fills = {**{i: self._named.get(self._inputs[i].name, REPEAT) for i in held}, **controls}
+        floats = [i for i in followers if i not in fills]
+        if floats and not trial.agree(plain, trial.observe(fills, _not_a_number), axes):
+            fills |= dict.fromkeys(floats, REPEAT)
         if not trial.agree(
             plain,
             trial.observe({i: fills.get(i, REPEAT) for i in trial.followers}, _garbage(-_PLAIN)),
@@ -193,7 +206,8 @@ class _DimTrial:
         return self._run([static.clone() for static in self._last])
 
     def follow(self, padded: Observation) -> list[list[OutputAxis]]:
-        """How each output's axes follow the dim, from the two sizes: scale * n + offset with a whole scale.
+        """How each output's axes follow the dim, from the two sizes: scale * n + offset with a
+        whole scale.
 
         Raises:
             Fallback: `unsupported-output`.
@@ -224,7 +238,9 @@ class _DimTrial:
         return seen.spec == self.real.spec and [out.shape for out in seen.outputs] == expected
 
     def agree(self, ours: Observation, theirs: Observation, axes: list[list[OutputAxis]]) -> bool:
-        """Equal real parts of two runs at the padded shape: bits, or norms if the module's equal runs differ in bits."""
+        """Equal real parts of two runs at the padded shape: bits, or norms if the module's equal
+        runs differ in bits.
+        """
         a, b = self._real_part(ours, axes), self._real_part(theirs, axes)
         if all_same(a, b):
             return True
@@ -232,7 +248,9 @@ class _DimTrial:
         return not all_same(b, again) and all_close(a, b)
 
     def matches_real(self, padded: Observation, axes: list[list[OutputAxis]]) -> bool:
-        """Whether the padded run agrees with the real one; not comparable if the runs draw random numbers."""
+        """Whether the padded run agrees with the real one; not comparable if the runs draw random
+        numbers.
+        """
         return padded.draws or all_close(
             self._real_part(padded, axes), [*self.real.outputs, *self.real.written]
         )
@@ -244,10 +262,12 @@ class _DimTrial:
         ]
 
     def independent(self, whole: Observation, axes: list[list[OutputAxis]]) -> bool:
-        """Whether rows depend on nothing but themselves: two halves run alone give the rows of the whole.
+        """Whether rows depend on nothing but themselves: two halves run alone give the rows of the
+        whole.
 
-        The whole is the last padded run, so there are two rows at least, and its rows differ. Outputs without the dim are compared call by
-        call when pieces are joined; those with it must have it once, one row for one.
+        The whole is the last padded run, so there are two rows at least, and its rows differ.
+        Outputs without the dim are compared call by call when pieces are joined; those with it must
+        have it once, one row for one.
         """
         if any(len(a) > 1 or any((axis.scale, axis.offset) != (1, 0) for axis in a) for a in axes):
             return False
@@ -304,10 +324,11 @@ def _may_control(spec: Input, named: Mapping[str, Fill]) -> bool:
 
 
 def _garbage(scale: float) -> Garbage:
-    """Finite values of one sign for floats; for integers and bools one real row, another one for the other sign. Seeded.
+    """Finite values of one sign for floats; for integers and bools one real row, another one for
+    the other sign. Seeded.
 
-    Rows are taken whole, since each column may index a table of its own. Where all real rows are equal, any index
-    between 0 and the real one is in range as well.
+    Rows are taken whole, since each column may index a table of its own. Where all real rows are
+    equal, any index between 0 and the real one is in range as well.
     """
 
     def make(real: Tensor, tail: Tensor, axis: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Why a piece of work runs eagerly: a closed list of codes, each with the phrase that logs and `explain()` print."""
+"""Why a piece of work runs eagerly: a closed list of codes, each with the phrase that logs and
+`explain()` print.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """A fallback's reason. Members equal their code, so `stats().fallbacks == {"host-sync": 4}` compares."""
+    """A fallback's reason. Members equal their code, so `stats().fallbacks == {"host-sync": 4}`
+    compares.
+    """
 
     phrase: str
 
@@ -69,7 +73,8 @@ class Reason(StrEnum):
     OPAQUE_CODE = "opaque-code", "code that issues no ATen operation cannot be recorded on the CPU"
 
 
-#: Expected in ordinary use: `on_fallback="raise"` lets these run eagerly, and they are logged at INFO.
+#: Expected in ordinary use: `on_fallback="raise"` lets these run eagerly, and they are logged at
+#: INFO.
 QUIET = frozenset(
     {Reason.EMPTY, Reason.NOT_ADMITTED, Reason.CHEAPER_EAGER, Reason.NESTED_CAPTURE, Reason.TRACING}
 )

@@ -1,4 +1,6 @@
-"""Tells the user of fallbacks: a log line for the first of each, a warning or an error where asked for."""
+"""Tells the user of fallbacks: a log line for the first of each, a warning or an error where asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class FallbackReport:
         policy: "eager", "warn" or "raise".
 
     Raises:
-        GraphCacheError: under "raise", unless the reason belongs to ordinary use (see `reasons.QUIET`).
+        GraphCacheError: under "raise", unless the reason belongs to ordinary use (see
+            `reasons.QUIET`).
     """
 
     def __init__(self, name: str, policy: str) -> None:

@@ -1,4 +1,6 @@
-"""Which bucket serves a call's sizes, or which pieces do. Pure decisions, made on a miss; nothing is run here."""
+"""Which bucket serves a call's sizes, or which pieces do. Pure decisions, made on a miss; nothing
+is run here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from graphcache.settings import Settings
 
 
 class Route(NamedTuple):
-    """One bucket, or pieces along dim `dim`. `why_exact` is set where a bucket would have been padded but must not be."""
+    """One bucket, or pieces along dim `dim`. `why_exact` is set where a bucket would have been
+    padded but must not be.
+    """
 
     bucket: tuple[int, ...] | None
     pieces: Sequence[Piece] = ()
@@ -58,7 +62,8 @@ def _split(
     unpadded: frozenset[int],
 ) -> Route:
     for dim, name in enumerate(buckets.dims):
-        if settings.split not in ("auto", name) or not facts.splittable(dim):
+        allowed = (name,) if settings.verify == "off" else ("auto", name)
+        if settings.split not in allowed or not facts.splittable(dim):
             continue
         pieces = buckets.cover(sizes, dim, unpadded)
         if pieces is not None:

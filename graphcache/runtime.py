@@ -1,8 +1,9 @@
 """GraphCache: decides what serves a call, and drives it through the graph that does.
 
-A call is a straight line: find its plan (hit), or decide one (miss: read, refuse or learn, choose a bucket, admit,
-capture), then fill, replay, copy out. Whatever raises `Fallback` on the way runs eagerly, counted with its reason; no
-other exception of ours leaves where eager would have succeeded (invariant I10).
+A call is a straight line: find its plan (hit), or decide one (miss: read, refuse or learn, choose a
+bucket, admit, capture), then fill, replay, copy out. Whatever raises `Fallback` on the way runs
+eagerly, counted with its reason; no other exception of ours leaves where eager would have succeeded
+(invariant I10).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from graphcache.call import Call
 from graphcache.cache import Entry
+from graphcache.call import Call
 from graphcache.callplan import CallPlan
 from graphcache.delegate import Delegate
 from graphcache.errors import Fallback, GraphCacheError
@@ -42,19 +43,23 @@ Plan = CallPlan | SplitPlan
 
 
 class GraphCache(Delegate):
-    """Serve a module's calls by CUDA graphs captured at a few padded sizes; run eagerly, with a reason, what cannot be.
+    """Serve a module's calls by CUDA graphs captured at a few padded sizes; run eagerly, with a
+    reason, what cannot be.
 
-    On CPU tensors a recorder of ATen operations stands in for CUDA graphs. Thread-safe: one call of a cache at a time
-    uses the graphs. A replay is asynchronous on the caller's current stream; a capture (at the first use of a bucket)
-    waits for the device. Results are the caller's own memory unless `outputs="view"`.
+    On CPU tensors a recorder of ATen operations stands in for CUDA graphs. Thread-safe: one call of
+    a cache at a time uses the graphs. A replay is asynchronous on the caller's current stream; a
+    capture (at the first use of a bucket) waits for the device. Results are the caller's own memory
+    unless `outputs="view"`.
 
     Args:
         module: an nn.Module, a bound method of one, or a plain callable.
-        buckets: sizes of the one dynamic dim ([8, 16, 32]), a grid by dim name, a list of tuples in the order of the
-            dims, or None: exact sizes, captured while there is room.
-        dynamic_shapes: which axes of which arguments vary, in `torch.export`'s form; dims are strings or
-            `torch.export.Dim`. None: one dim "batch", axis 0 of the first tensor and of those that follow it.
-        fill: by input name, the number to pad with, or "repeat" (the last real row). Unset: the probe settles it.
+        buckets: sizes of the one dynamic dim ([8, 16, 32]), a grid by dim name, a list of tuples in
+            the order of the dims, or None: exact sizes, captured while there is room.
+        dynamic_shapes: which axes of which arguments vary, in `torch.export`'s form; dims are
+            strings or `torch.export.Dim`. None: one dim "batch", axis 0 of the first tensor and of
+            those that follow it.
+        fill: by input name, the number to pad with, or "repeat" (the last real row). Unset: the
+            probe settles it.
         split: "auto", a dim's name or None: may a call above every bucket be served in pieces?
         max_graphs: bound of the LRU; None: the larger of 32 and the number of buckets.
         max_bytes: bound on `stats().graph_bytes`, an int or text such as "2GiB".
@@ -62,8 +67,8 @@ class GraphCache(Delegate):
         capture_after: capture a bucket on its n-th use.
         max_padding_ratio: run eagerly when padded / real elements exceeds this.
         outputs: "copy", or "view": results are valid until the next call of this cache.
-        verify: "capture" probes padding before it is used; a fraction also shadows that share of calls by eager; "off"
-            pads only dims named in `dynamic_shapes`, unprobed.
+        verify: "capture" probes padding before it is used; a fraction also shadows that share of
+            calls by eager; "off" pads only dims named in `dynamic_shapes`, unprobed.
         on_fallback: "eager", "warn", or "raise" a GraphCacheError naming module and reason.
         autograd: not yet.
         compile: compile the module first, `torch.compile(module, dynamic=True)`.
@@ -82,6 +87,15 @@ class GraphCache(Delegate):
     """
 
     _own = frozenset({"_lent"})
+    _wrapped: Callable[..., Any]
+    _settings: Settings
+    _ledger: Ledger
+    _miss: MissPath
+    _plans: dict[Any, Plan]
+    _lent: list[weakref.ref[Tensor]]
+    _traffic: TrafficProfile
+    _report: FallbackReport
+    _shadow: Shadow
 
     def __init__(
         self,
@@ -135,7 +149,7 @@ class GraphCache(Delegate):
         own["_lent"] = []
         own["_miss"] = MissPath(module, inner, settings, self._ledger, self._forget)
         own["_traffic"] = TrafficProfile(self._miss.dims.names)
-        own["_report"] = FallbackReport(self._miss.name, settings.on_fallback)
+        own["_report"] = FallbackReport(self._name(), settings.on_fallback)
         own["_shadow"] = Shadow(settings.shadowed)
 
     # The call.
@@ -159,7 +173,9 @@ class GraphCache(Delegate):
         return result
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call by its plan; a module that changed under it is looked at again and the call repeated."""
+        """One call by its plan; a module that changed under it is looked at again and the call
+        repeated.
+        """
         for _ in range(MAX_TRIES):
             leaves: list[Tensor] = []
             plan = self._plan(args, kwargs, leaves)
@@ -205,7 +221,7 @@ class GraphCache(Delegate):
         if plan.lends:
             self._lent = [weakref.ref(output) for output in outputs]
         plan.hits += 1
-        self._miss.count_use(entry)
+        self._miss.store.count_use(entry)
         return outputs
 
     def _in_pieces(self, plan: SplitPlan, leaves: list[Tensor]) -> Any:
@@ -250,12 +266,14 @@ class GraphCache(Delegate):
 
         Args:
             sizes: buckets to capture; None: all.
-            sample: one call's arguments (a tuple is *args, a dict **kwargs, anything else one argument), which are cut
-                or repeated to each size; None: the form of the calls seen so far.
+            sample: one call's arguments (a tuple is *args, a dict **kwargs, anything else one
+                argument), which are cut or repeated to each size; None: the form of the calls seen
+                so far.
             progress: show a progress bar.
 
         Raises:
-            GraphCacheError: no sample and no call seen yet; under `on_fallback="raise"` also what stops a capture.
+            GraphCacheError: no sample and no call seen yet; under `on_fallback="raise"` also what
+                stops a capture.
 
         Example:
             >>> fast = GraphCache(torch.nn.Linear(4, 2).eval(), buckets=[8, 16])
@@ -264,7 +282,7 @@ class GraphCache(Delegate):
             2
         """
         with self._lock, torch.no_grad():
-            calls = [self._call(sample)] if sample is not None else self._miss.seen_calls()
+            calls = [self._call(sample)] if sample is not None else self._miss.knowledge.examples()
             if not calls:
                 raise GraphCacheError(
                     "warmup() has seen no call yet; pass `sample`, one call's arguments."
@@ -282,18 +300,21 @@ class GraphCache(Delegate):
     def seal(self) -> None:
         """Never capture again: calls without a graph run eagerly, as `not-admitted`."""
         with self._lock:
-            self._miss.sealed = True
+            self._miss.store.sealed = True
 
     def static_inputs(self, sizes: Any, like: Any = None) -> dict[str, Tensor]:
-        """Views of the static inputs that a call of these sizes would be copied into, by input name.
+        """Views of the static inputs that a call of these sizes would be copied into, by input
+        name.
 
-        Write into them (on the stream that calls the cache) and pass them as the call's tensors: nothing is copied.
-        They stay the cache's memory: a call of another size in the same bucket overwrites them, and after an eviction
-        they are ordinary tensors. Captures the bucket if it has no graph yet.
+        Write into them (on the stream that calls the cache) and pass them as the call's tensors:
+        nothing is copied. They stay the cache's memory: a call of another size in the same bucket
+        overwrites them, and after an eviction they are ordinary tensors. Captures the bucket if it
+        has no graph yet.
 
         Args:
             sizes: one size for each dynamic dim, or an int.
-            like: a call's arguments, as in `warmup`; needed unless calls of exactly one form were seen.
+            like: a call's arguments, as in `warmup`; needed unless calls of exactly one form were
+                seen.
 
         Raises:
             GraphCacheError: no form or several, or the reason why these sizes get no graph.
@@ -306,7 +327,7 @@ class GraphCache(Delegate):
             torch.Size([3, 2])
         """
         with self._lock, torch.no_grad():
-            calls = [self._call(like)] if like is not None else self._miss.seen_calls()
+            calls = [self._call(like)] if like is not None else self._miss.knowledge.examples()
             if len(calls) != 1:
                 raise GraphCacheError(
                     f"static_inputs() knows {len(calls)} forms of call; pass `like`, one call's arguments."
@@ -340,7 +361,8 @@ class GraphCache(Delegate):
     # Seeing it.
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """What a call would do and why: bucket, pieces or reason, and how its key differs from the nearest captured.
+        """What a call would do and why: bucket, pieces or reason, and how its key differs from the
+        nearest captured.
 
         Nothing is captured or counted; a form not seen before is tried out (trial runs, undone).
 
@@ -357,7 +379,8 @@ class GraphCache(Delegate):
                 return Explanation("eager", reason=fallback.reason, detail=fallback.detail)
 
     def probe(self, *args: Any, **kwargs: Any) -> ProbeReport:
-        """Run the padding probe on a call now and report what was found about each dim. Trial runs, undone.
+        """Run the padding probe on a call now and report what was found about each dim. Trial runs,
+        undone.
 
         Example:
             >>> fast = GraphCache(torch.nn.Linear(4, 2).eval(), buckets=[8])
@@ -374,7 +397,9 @@ class GraphCache(Delegate):
         """Counters so far; reading `graph_bytes` looks at the allocator, without synchronising."""
         with self._lock:
             self._settle()
-            return self._ledger.snapshot(len(self._miss.graphs), self._miss.graph_bytes())
+            return self._ledger.snapshot(
+                len(self._miss.store.graphs), self._miss.store.graph_bytes()
+            )
 
     @property
     def traffic(self) -> TrafficProfile:
@@ -391,7 +416,9 @@ class GraphCache(Delegate):
     # Forgetting.
 
     def invalidate(self) -> None:
-        """Forget every graph and everything learned; waits for replays in flight. Memory stays with the pool."""
+        """Forget every graph and everything learned; waits for replays in flight. Memory stays with
+        the pool.
+        """
         with self._lock:
             self._drop_plans()
             self._miss.forget()
@@ -425,7 +452,7 @@ class GraphCache(Delegate):
         for ref in self._lent:
             output = ref()
             if output is not None:
-                self._miss.poison(output)
+                self._miss.backend.poison(output)
         self._lent = []
 
     # Copies.
@@ -440,14 +467,22 @@ class GraphCache(Delegate):
         if "_shadow" not in self.__dict__:  # construction failed
             return object.__repr__(self)
         stats = self.stats()
-        return f"GraphCache({self._miss.name}, {self._miss.buckets}, graphs={stats.graphs}, calls={stats.calls})"
+        served = f"graphs={stats.graphs}, calls={stats.calls}"
+        return f"GraphCache({self._name()}, {self._miss.buckets}, {served})"
+
+    def _name(self) -> str:
+        """What messages call the module: its class, or the function's name."""
+        known = self._inner if self._inner is not None else self._wrapped
+        return getattr(known, "__name__", type(known).__name__)
 
     def _check(self) -> None:
         """Assert the invariants of docs/design.md, section 6; for tests."""
         with self._lock:
-            self._miss.check()
+            self._miss.store.check()
             counted = self._ledger
-            assert counted.captures + counted.replays + counted.eager >= counted.calls
+            pieces = counted.captures + counted.replays + counted.eager
+            assert pieces >= counted.calls if counted.splits else pieces == counted.calls
+            assert counted.eager == counted.fallbacks.total()
             for plan in self._plans.values():
                 assert isinstance(plan, SplitPlan) or plan.entry.alive
 

@@ -66,7 +66,8 @@ class Settings:
             raise GraphCacheError(
                 f"`verify` is {self.verify!r}; pass 'capture', 'off' or a fraction above 0, at most 1."
             )
-        if self.max_padding_ratio is not None and not self.max_padding_ratio >= 1:
+        ratio = self.max_padding_ratio
+        if ratio is not None and not (isinstance(ratio, (int, float)) and ratio >= 1):
             raise GraphCacheError(
                 f"`max_padding_ratio` is {self.max_padding_ratio!r}; pass padded / real, at least 1."
             )
@@ -103,7 +104,7 @@ def parse_bytes(value: int | str | None) -> int | None:
         if isinstance(value, str)
         else None
     )
-    if match is None or match[2] not in _UNITS:
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise GraphCacheError(
             f"`max_bytes` is {value!r}; pass a positive number of bytes or text such as '2GiB'."
         )

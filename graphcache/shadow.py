@@ -16,9 +16,11 @@ from graphcache.signature import flatten
 
 
 class Shadow:
-    """Decides which calls to shadow, by a generator of its own, and compares them by the norms of `compare`.
+    """Decides which calls to shadow, by a generator of its own, and compares them by the norms of
+    `compare`.
 
-    Modules that write state or draw random numbers are not shadowed: a second run would change what they are.
+    Modules that write state or draw random numbers are not shadowed: a second run would change what
+    they are.
     """
 
     def __init__(self, share: float) -> None:

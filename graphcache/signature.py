@@ -1,8 +1,9 @@
 """What a call is made of: its tensors, its structure and plain values, and the modes it runs under.
 
-Two readings of the same call. `call_key` is the hit path's: a flat, hashable description made in a microsecond or two,
-with the raw shapes. `flatten` is the slow path's: a tree that can be rebuilt around other tensors. What cannot be
-compared by value is refused here, since two calls that look alike must be alike (invariant I5).
+Two readings of the same call. `call_key` is the hit path's: a flat, hashable description made in a
+microsecond or two, with the raw shapes. `flatten` is the slow path's: a tree that can be rebuilt
+around other tensors. What cannot be compared by value is refused here, since two calls that look
+alike must be alike (invariant I5).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from graphcache.reasons import Reason
 TENSORS = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _ATOMS = frozenset(
     {
-        type(None), bool, int, str, bytes, range, slice, type(...), torch.Size,
+        type(None), bool, int, str, bytes, range, type(...), torch.Size,
         torch.dtype, torch.device, torch.layout, torch.memory_format,
     }
 )  # fmt: skip
@@ -35,7 +36,9 @@ class Leaf(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """A plain value, kept apart by type: 1, 1.0 and True take different graphs, and so do 0.0 and -0.0."""
+    """A plain value, kept apart by type: 1, 1.0 and True take different graphs, and so do 0.0 and
+    -0.0.
+    """
 
     kind: type
     text: Any
@@ -66,7 +69,8 @@ def flatten(value: Any, leaves: list[Tensor], refused: Reason = Reason.UNSUPPORT
     """Append the tensors of `value` to `leaves` and return the tree around them.
 
     Raises:
-        Fallback: with `refused`, for a value that is neither tensor, container nor comparable plain value.
+        Fallback: with `refused`, for a value that is neither tensor, container nor comparable plain
+            value.
     """
     kind = type(value)
     if kind in TENSORS:
@@ -95,6 +99,8 @@ def _open(value: Any, refused: Reason) -> tuple[Sequence[Any], Any]:
     kind = type(value)
     if kind is tuple or kind is list:
         return value, None
+    if kind is slice:
+        return (value.start, value.stop, value.step), None
     if kind is dict:
         return list(value.values()), _hashable(tuple(value), refused)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
@@ -131,6 +137,8 @@ def unflatten(spec: Spec, leaves: Iterator[Any]) -> Any:
     children = [unflatten(child, leaves) for child in spec.children]
     if spec.kind is tuple or spec.kind is list:
         return spec.kind(children)
+    if spec.kind is slice:
+        return slice(*children)
     if spec.kind is dict:
         return dict(zip(spec.context, children, strict=True))
     if spec.context == "namedtuple":
@@ -147,7 +155,8 @@ def unflatten(spec: Spec, leaves: Iterator[Any]) -> Any:
 def call_key(
     args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]
 ) -> tuple[Any, ...]:
-    """Describe a call for the look-up of its plan, and append its tensors to `leaves` in call order.
+    """Describe a call for the look-up of its plan, and append its tensors to `leaves` in call
+    order.
 
     Raises:
         Fallback: `unsupported-input`.
@@ -174,12 +183,20 @@ def _describe(value: Any, leaves: list[Tensor], parts: list[Any]) -> None:
 
 def _describe_tensor(leaf: Tensor, parts: list[Any]) -> None:
     try:
-        parts += (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        parts += (
+            leaf.shape,
+            leaf.stride(),
+            leaf.dtype,
+            leaf.device,
+            leaf.requires_grad,
+            leaf.layout,
+        )
     except RuntimeError:  # sparse and nested tensors have no strides
         raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {leaf.layout}") from None
 
 
-# Process-wide settings that choose kernels. A graph keeps the kernels of its capture, so they are part of the key.
+# Process-wide settings that choose kernels. A graph keeps the kernels of its capture, so they are
+# part of the key.
 _KERNEL_FLAGS = (
     "get_default_dtype",
     "_get_deterministic_algorithms",
@@ -191,7 +208,8 @@ _KERNEL_FLAGS = (
     "_get_math_sdp_enabled",
     "_get_cudnn_sdp_enabled",
 )
-# Where any of these is not at rest a call runs eagerly (see `tracing`), so no plan is found under its key.
+# Where any of these is not at rest a call runs eagerly (see `tracing`), so no plan is found under
+# its key.
 _CONTEXT = ("is_grad_enabled", "_len_torch_dispatch_stack", "_get_tracing_state")
 _FP32_BACKEND = {"cuda": "cuda", "cpu": "mkldnn"}
 
@@ -201,17 +219,22 @@ def _getters(names: Sequence[str]) -> list[Callable[[], Any]]:
 
 
 class Modes:
-    """Reads the settings of the thread and of the process that a call runs under, for one type of device."""
+    """Reads the settings of the thread and of the process that a call runs under, for one type of
+    device.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         precision = torch._C._get_fp32_precision_getter
         backend = _FP32_BACKEND.get(device_type, "generic")
-        self._kernels = [
+        self._kernels: list[Callable[[], Any]] = [
             *_getters(_KERNEL_FLAGS),
             *(functools.partial(precision, backend, operation) for operation in ("matmul", "conv")),
         ]
-        self._context = [*_getters(_CONTEXT), torch._C._functorch.peek_interpreter_stack]
+        self._context: list[Callable[[], Any]] = [
+            *_getters(_CONTEXT),
+            torch._C._functorch.peek_interpreter_stack,
+        ]
         if device_type == "cuda":
             self._context.append(torch._C._cuda_isCurrentStreamCapturing)
 
@@ -230,10 +253,12 @@ class Modes:
 
 
 class Input(NamedTuple):
-    """One tensor of a call, in the order of forward's parameters; sizes of dynamic dims are left out of `shape`.
+    """One tensor of a call, in the order of forward's parameters; sizes of dynamic dims are left
+    out of `shape`.
 
-    `axes` maps an axis to the index of its dynamic dim; `order` lists the axes from the slowest-moving one, which keeps
-    channels_last and transposed inputs as they are; `device` is where the module gets it.
+    `axes` maps an axis to the index of its dynamic dim; `order` lists the axes from the
+    slowest-moving one, which keeps channels_last and transposed inputs as they are; `device` is
+    where the module gets it.
     """
 
     name: str

@@ -41,10 +41,12 @@ class SplitPlan:
         return args, kwargs
 
     def join(self, results: Sequence[Any]) -> Any:
-        """One result of the pieces' results; tensors without the dim must be the same in all, bit for bit.
+        """One result of the pieces' results; tensors without the dim must be the same in all, bit
+        for bit.
 
         Raises:
-            Fallback: `over-max`, where they are not, so that the whole call runs eagerly. Comparing waits for the device.
+            Fallback: `over-max`, where they are not, so that the whole call runs eagerly. Comparing
+                waits for the device.
         """
         flat: list[list[Tensor]] = []
         for result in results:

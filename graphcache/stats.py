@@ -1,4 +1,6 @@
-"""Counters: every served piece of work is counted once, as a capture, a replay or an eager run (invariant I8)."""
+"""Counters: every served piece of work is counted once, as a capture, a replay or an eager run
+(invariant I8).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ Bucket = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What one cache has done so far. Counts of pieces of work, elements of the dynamic dims, bytes, seconds.
+    """What one cache has done so far. Counts of pieces of work, elements of the dynamic dims,
+    bytes, seconds.
 
     `captures + replays + eager == calls + extra pieces of splits`; `warmup_captures` counts apart.
     `padding_overhead` is padded / real - 1 over the pieces that graphs served.

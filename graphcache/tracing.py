@@ -1,4 +1,6 @@
-"""Is the caller itself tracing or capturing? Then the module runs plainly, inside the caller's own graph."""
+"""Is the caller itself tracing or capturing? Then the module runs plainly, inside the caller's own
+graph.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from graphcache.reasons import Reason
 
 
 def refuse_tracing() -> None:
-    """Raise the `tracing` fallback under a dispatch mode, functorch, torch.jit or a function mode of the caller's."""
+    """Raise the `tracing` fallback under a dispatch mode, functorch, torch.jit or a function mode
+    of the caller's.
+    """
     if torch._C._len_torch_dispatch_stack():
         raise Fallback(Reason.TRACING, "a dispatch mode is active")
     if torch._C._functorch.peek_interpreter_stack() is not None:

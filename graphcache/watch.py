@@ -1,17 +1,20 @@
 """Notices that a module is no longer what was captured.
 
-Two kinds of change. A *move*: a parameter, buffer or tensor attribute lies at another address, or the tree of
-submodules changed, so every graph is stale. A *mode*: training flags or plain attributes differ, so other graphs
-apply, and the old ones may serve again later. In-place updates are neither: a replay reads them.
+Two kinds of change. A *move*: a parameter, buffer or tensor attribute lies at another address, or
+the tree of submodules changed, so every graph is stale. A *mode*: training flags or plain
+attributes differ, so other graphs apply, and the old ones may serve again later. In-place updates
+are neither: a replay reads them.
 
-The full comparison runs behind the launch, where a late find can still be answered by running again. Only one thing
-must be known before: that memory was given back, since a replay on unmapped memory ends the process's CUDA context.
-Weak references to the storages tell that (a storage's Python object lives as long as the storage does).
+The full comparison runs behind the launch, where a late find can still be answered by running
+again. Only one thing must be known before: that memory was given back, since a replay on unmapped
+memory ends the process's CUDA context. Weak references to the storages tell that (a storage's
+Python object lives as long as the storage does).
 """
 
 from __future__ import annotations
 
 import itertools
+import types
 import weakref
 from collections.abc import Iterable, Iterator
 from operator import getitem, is_
@@ -35,14 +38,15 @@ _GLOBAL_HOOKS = (
 _RECORDED_HOOKS = (WeightNorm, SpectralNorm)  # they only compute a weight, which a replay does too
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
-Slot = tuple[dict[str, Any], str, Any]
+_DEPTH = 3
+_MOST_INSIDE = 4096
 
 
 class Watch:
     """Compares a module with what it was at the last `refresh()`.
 
-    `state` numbers the module's present mode; it is part of every signature. `moves` counts the moves seen. `hooked`
-    names the first submodule with a hook that a replay would skip.
+    `state` numbers the module's present mode; it is part of every signature. `moves` counts the
+    moves seen. `hooked` names the first submodule with a hook that a replay would skip.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -56,15 +60,17 @@ class Watch:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the whole module again: number its mode, and count a move if tensors lie elsewhere."""
+        """Look at the whole module again: number its mode, and count a move if tensors lie
+        elsewhere.
+        """
         modules = list(tree(self._module))
-        slots = [slot for module in modules for slot in _slots(module)]
-        self._holders = [holder for holder, _, _ in slots]
-        self._names = [name for _, name, _ in slots]
-        self._values = [value for _, _, value in slots]
+        slots = _Slots(modules)
+        self._holders = [holder for holder, _, _ in slots.places]
+        self._names = [name for _, name, _ in slots.places]
+        self._values = [value for _, _, value in slots.places]
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._containers = [holder for module in modules for holder in _holders(module)]
+        self._containers = slots.containers
         self._length = sum(map(len, self._containers))
         hooks = [(m, kind) for m in modules for kind in _HOOKS if not _recorded(m, kind)]
         self._hooks = [*_GLOBAL_HOOKS, *(vars(m)[kind] for m, kind in hooks)]
@@ -75,7 +81,11 @@ class Watch:
         self._note_move([id(module) for module in modules])
 
     def _number(self, modules: list[nn.Module]) -> int:
-        fingerprint = tuple(_fingerprint(module) for module in modules)
+        fingerprint = (
+            tuple((id(module), type(module)) for module in modules),
+            tuple(self._names),
+            tuple(map(_comparable, self._values)),
+        )
         if fingerprint not in self._modes:
             self._modes[fingerprint] = next(self._numbers)
         return self._modes[fingerprint]
@@ -114,7 +124,7 @@ class Watch:
         """
         try:
             held = all(map(is_, map(getitem, self._holders, self._names), self._values))
-        except KeyError:
+        except (KeyError, IndexError):
             return False
         return (
             held
@@ -134,7 +144,9 @@ class Watch:
 
 
 def tree(module: nn.Module | None) -> Iterator[nn.Module]:
-    """Every submodule; a cache inside the module stands for the module it wraps, its own counters are nobody's state."""
+    """Every submodule; a cache inside the module stands for the module it wraps, its own counters
+    are nobody's state.
+    """
     for submodule in module.modules() if module is not None else ():
         inner = vars(submodule).get("_inner") if isinstance(submodule, Delegate) else submodule
         if inner is not None:
@@ -147,34 +159,66 @@ def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
     yield from (own[name] for name in ("_parameters", "_buffers", "_modules"))
 
 
-def _slots(module: nn.Module) -> Iterator[Slot]:
-    """Every place of a module that forward may read a value from."""
-    derived = {
-        hook.name
-        for hook in vars(module)["_forward_pre_hooks"].values()
-        if isinstance(hook, _RECORDED_HOOKS)
-    }
-    for holder in _holders(module):
-        for name, value in holder.items():
-            if (holder is not vars(module) or name not in _INTERNAL) and name not in derived:
-                yield holder, name, value
+class _Slots:
+    """Every place that forward may read a value from: attributes of submodules, and what lies inside them.
+
+    Lists, dicts and plain objects (a config) are looked into to a depth of `_DEPTH`, each once,
+    `_MOST_INSIDE` places at the most, which bounds what a comparison costs.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.places: list[tuple[Any, Any, Any]] = []
+        self.containers: list[Any] = []
+        self._seen: set[int] = set()
+        inside: list[tuple[Any, int]] = []
+        for module in modules:
+            derived = _derived(module)
+            for holder in _holders(module):
+                self.containers.append(holder)
+                for name, value in holder.items():
+                    own = holder is not vars(module) or name not in _INTERNAL
+                    if own and name not in derived:
+                        self.places.append((holder, name, value))
+                        inside.append((value, _DEPTH))
+        for value, depth in inside:
+            self._look_into(value, depth)
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        holder = _opened(value)
+        full = len(self.containers) > _MOST_INSIDE
+        if holder is None or depth == 0 or id(holder) in self._seen or full:
+            return
+        self._seen.add(id(holder))
+        self.containers.append(holder)
+        items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        for key, inner in list(items)[:_MOST_INSIDE]:
+            self.places.append((holder, key, inner))
+            self._look_into(inner, depth - 1)
 
 
-def _fingerprint(module: nn.Module) -> tuple[Any, ...]:
-    own = vars(module)
-    return (
-        id(module),
-        type(module),
-        *((k, _comparable(own[k])) for k in own if k not in _INTERNAL),
-    )
+def _opened(value: Any) -> Any:
+    """What to look into of an attribute's value: a list, a dict, or an object's own dict."""
+    if type(value) in (list, dict):
+        return value
+    code = (type, nn.Module, Tensor, types.FunctionType, types.MethodType, types.ModuleType)
+    if isinstance(value, code) or type(value).__module__.startswith(("torch.", "torch._")):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _derived(module: nn.Module) -> set[str]:
+    """Attributes that a recorded hook computes anew in each forward."""
+    hooks = vars(module)["_forward_pre_hooks"].values()
+    return {hook.name for hook in hooks if isinstance(hook, _RECORDED_HOOKS)}
 
 
 def _comparable(value: Any) -> Any:
-    """Plain values by type and value; tensors by nothing (a move tells them apart); other objects by identity."""
-    if type(value) in TENSORS:
-        return None
+    """Plain values by type and value; tensors and containers by type (moves and their contents tell them
+    apart); other objects by identity."""
+    if type(value) in TENSORS or type(value) in (list, dict):
+        return type(value)
+    leaves: list[Tensor] = []
     try:
-        leaves: list[Tensor] = []
         spec = flatten(value, leaves)
         hash(spec)
     except (Fallback, TypeError):
@@ -188,7 +232,9 @@ def _recorded(module: nn.Module, kind: str) -> bool:
 
 
 class Attributes:
-    """A shallow snapshot of what every submodule holds, to tell and undo that a trial run changed it."""
+    """A shallow snapshot of what every submodule holds, to tell and undo that a trial run changed
+    it.
+    """
 
     def __init__(self, module: nn.Module | None) -> None:
         self._taken: list[tuple[Any, Any]] = []

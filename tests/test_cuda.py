@@ -1,4 +1,6 @@
-"""What only CUDA shows: pools, streams, the generator, failed captures. Those meant to fail run in processes of their own."""
+"""What only CUDA shows: pools, streams, the generator, failed captures. Those meant to fail run in
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ torch.randn(4, device="cuda")
 
 
 def test_a_failed_capture_leaves_stream_generator_grad_mode_and_memory_as_they_were():
-    """After a capture that fails, draws, eager, other captures work, and reserved memory is back (I9)."""
+    """After a capture that fails, draws, eager, other captures work, and reserved memory is back
+    (I9).
+    """
     out = in_a_process(
         PREAMBLE,
         """
@@ -91,7 +95,7 @@ def test_a_failed_capture_leaves_stream_generator_grad_mode_and_memory_as_they_w
             cache(x); assert cache.stats().failures == 1 and cache.stats().eager == 2  # remembered
         assert torch.is_grad_enabled()
         print("healed")
-        """
+        """,
     )
     assert "healed" in out
 
@@ -119,13 +123,15 @@ def test_a_second_failed_capture_beside_live_graphs_harms_none_of_them():
         print(stats)
         assert stats.failures == 1 and stats.replays >= 4, stats
         print("fine")
-        """
+        """,
     )
     assert "fine" in out
 
 
 def test_a_wait_that_only_the_debug_mode_sees_is_found_before_the_capture():
-    """With no other thread alive, `Stream.synchronize()` or an unlisted wait is `host-sync`, without a failed capture."""
+    """With no other thread alive, `Stream.synchronize()` or an unlisted wait is `host-sync`,
+    without a failed capture.
+    """
     out = in_a_process(
         """
         import torch, threading
@@ -168,7 +174,9 @@ def test_results_are_right_on_every_stream_without_synchronising():
 
 
 def test_threads_with_streams_of_their_own_get_their_own_results():
-    """Six threads, each on its own stream, one cache: every result is the caller's, and at most one capture per key."""
+    """Six threads, each on its own stream, one cache: every result is the caller's, and at most one
+    capture per key.
+    """
     module = mlp()
     cache = GraphCache(module, buckets=[4, 8])
     wrong: list[str] = []
@@ -259,7 +267,9 @@ def test_evictions_and_recaptures_add_no_memory():
 
 
 def test_a_byte_bound_flushes_the_generation_and_results_stay_right():
-    """Over `max_bytes` the pool starts anew; graphs come back at their next use and `graph_bytes` stays below."""
+    """Over `max_bytes` the pool starts anew; graphs come back at their next use and `graph_bytes`
+    stays below.
+    """
     module = mlp(1024, depth=4)
     free = GraphCache(module, buckets=[64, 4096])
     x = torch.randn(4096, 1024, device="cuda")
@@ -279,7 +289,9 @@ def test_reset_gives_the_memory_back():
     module = mlp(1024, depth=4)
     x = torch.randn(8192, 1024, device="cuda")
     with torch.inference_mode():
-        warm = GraphCache(module, buckets=[8192])  # cuBLAS keeps its workspace of the capture stream
+        warm = GraphCache(
+            module, buckets=[8192]
+        )  # cuBLAS keeps its workspace of the capture stream
         warm(x)
         warm.reset()
         del warm
@@ -312,7 +324,9 @@ def test_graph_bytes_are_the_allocator_s_segments_and_the_static_inputs():
 
 
 def test_draws_follow_the_seed_and_the_probe_leaves_the_generator_alone():
-    """Dropout draws anew on each replay, repeats under the seed, and no trial or capture moves the generator."""
+    """Dropout draws anew on each replay, repeats under the seed, and no trial or capture moves the
+    generator.
+    """
     module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)).cuda().train()
     cache = GraphCache(module, buckets=[16])
     x = torch.randn(16, 64, device="cuda")
@@ -345,7 +359,9 @@ def test_a_view_is_read_in_time_or_raises():
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_cpu_inputs_of_a_module_that_moves_them_are_served(pinned: bool):
-    """A module that accepts CPU inputs on a GPU is served by graphs, its inputs copied straight into static memory."""
+    """A module that accepts CPU inputs on a GPU is served by graphs, its inputs copied straight
+    into static memory.
+    """
 
     class Moves(nn.Module):
         def __init__(self) -> None:
@@ -375,7 +391,9 @@ def test_cpu_inputs_of_a_module_that_moves_them_are_served(pinned: bool):
 
 
 def test_a_replaced_weight_whose_memory_is_given_back_is_noticed_before_the_launch():
-    """A replay on unmapped memory would end the CUDA context: the freed storage must be known first."""
+    """A replay on unmapped memory would end the CUDA context: the freed storage must be known
+    first.
+    """
     module = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()).cuda().eval()
     cache = GraphCache(module, buckets=[8])
     x = torch.randn(5, 4096, device="cuda")
@@ -391,7 +409,9 @@ def test_a_replaced_weight_whose_memory_is_given_back_is_noticed_before_the_laun
 
 
 def test_a_caller_that_captures_gets_the_module_in_its_own_graph():
-    """Inside torch.cuda.graph the cache runs the module plainly: `nested-capture`, and the outer graph is right."""
+    """Inside torch.cuda.graph the cache runs the module plainly: `nested-capture`, and the outer
+    graph is right.
+    """
     module = mlp()
     cache = GraphCache(module, buckets=[8])
     x = torch.randn(5, 64, device="cuda")
@@ -412,11 +432,15 @@ def test_resnet50_is_never_refused(dtype: torch.dtype):
     """An ordinary uncoupled model: every size is served by graphs, within the dtype's norm."""
     torchvision = pytest.importorskip("torchvision")
     torch.manual_seed(0)
-    module = torchvision.models.resnet50().eval().cuda().to(dtype).to(memory_format=torch.channels_last)
+    module = (
+        torchvision.models.resnet50().eval().cuda().to(dtype).to(memory_format=torch.channels_last)
+    )
     cache = GraphCache(module, buckets=[2, 4, 8])
     with torch.inference_mode():
         for n in (1, 2, 3, 5, 8, 11):
-            x = torch.randn(n, 3, 64, 64, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+            x = torch.randn(n, 3, 64, 64, device="cuda", dtype=dtype).to(
+                memory_format=torch.channels_last
+            )
             assert close(cache(x), module(x)), n
     assert cache.stats().eager == 0
 

@@ -1,4 +1,5 @@
-"""Graphs and the backends that capture them: CUDA, and a recorder for CPU tensors behind the same protocols.
+"""Graphs and the backends that capture them: CUDA, and a recorder for CPU tensors behind the same
+protocols.
 
 Captures happen in this folder only, and nothing is decided here.
 """
@@ -16,7 +17,8 @@ from torch import Tensor
 from graphcache.errors import Fallback
 from graphcache.reasons import Reason
 
-#: One trial or capture at a time in the process (invariant I6); a capture may start trials of its own.
+#: One trial or capture at a time in the process (invariant I6); a capture may start trials of its
+#: own.
 CAPTURE_LOCK = threading.RLock()
 
 
@@ -24,7 +26,9 @@ class Graph(Protocol):
     """One captured run at fixed addresses, as `torch.cuda.CUDAGraph` is."""
 
     outputs: list[Tensor]
-    """Static outputs: each replay overwrites them; they may share memory with other graphs of the pool."""
+    """Static outputs: each replay overwrites them; they may share memory with other graphs of the
+    pool.
+    """
     nbytes: int
     """Growth of the pool at this capture, an estimate."""
 
@@ -47,7 +51,9 @@ class Backend(Protocol):
         ...
 
     def aside(self) -> AbstractContextManager[None]:
-        """The stream that trials, warm-ups and captures run on, ordered with the current one at both ends."""
+        """The stream that trials, warm-ups and captures run on, ordered with the current one at
+        both ends.
+        """
         ...
 
     def check(self, run: Callable[[], object]) -> None:
@@ -55,11 +61,15 @@ class Backend(Protocol):
         ...
 
     def capture(self, run: Callable[[], list[Tensor]]) -> Graph:
-        """Capture one run, called inside `aside()`. On failure everything is as before, and the error passes on."""
+        """Capture one run, called inside `aside()`. On failure everything is as before, and the
+        error passes on.
+        """
         ...
 
     def lend(self, view: Tensor) -> Tensor:
-        """Hand out a static output for reading until the next replay; where memory cannot be guarded, a copy."""
+        """Hand out a static output for reading until the next replay; where memory cannot be
+        guarded, a copy.
+        """
         ...
 
     def poison(self, lent: Tensor) -> None:

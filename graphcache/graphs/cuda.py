@@ -1,7 +1,8 @@
 """CUDA graphs: capture, memory pool, streams, and the repair after a failed capture.
 
-The hard fact: a graph replays addresses. Its intermediates lie in a private pool that all graphs of a cache share, so
-one replay may overwrite the outputs of another; callers copy results out on the same stream before the next replay.
+The hard fact: a graph replays addresses. Its intermediates lie in a private pool that all graphs of
+a cache share, so one replay may overwrite the outputs of another; callers copy results out on the
+same stream before the next replay.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from graphcache.errors import CaptureError, Fallback
 from graphcache.graphs import Graph
 from graphcache.reasons import Reason
 
-# From 2.12 on, resetting any graph frees the cuBLAS workspaces of its capture stream, whose addresses the stream's
-# other graphs hold (pytorch/pytorch#193402). There a cache has a capture stream of its own, and graphs that are given
-# up are kept until the whole generation goes.
-_RESET_FREES_WORKSPACES = torch.__version__ >= (2, 12)
+# From 2.12 on, resetting any graph frees the cuBLAS workspaces of its capture stream, whose
+# addresses the stream's other graphs hold (pytorch/pytorch#193402). There a cache has a capture
+# stream of its own, and graphs that are given up are kept until the whole generation goes.
+_RESET_FREES_WORKSPACES = torch.__version__ >= "2.12"
 
 _streams: dict[int, torch.cuda.Stream] = {}
 
@@ -32,8 +33,8 @@ _streams: dict[int, torch.cuda.Stream] = {}
 class CapturedGraph:
     """A `torch.cuda.CUDAGraph` with its static outputs, which are not kept alive in the pool.
 
-    Not keeping them lets later captures use their memory: 220 MiB reserved where 390 were, for six graphs of ResNet-50
-    (H200, torch 2.11). They are read through tensors over the same addresses.
+    Not keeping them lets later captures use their memory: 220 MiB reserved where 390 were, for six
+    graphs of ResNet-50 (H200, torch 2.11). They are read through tensors over the same addresses.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[Tensor], nbytes: int) -> None:
@@ -86,13 +87,17 @@ class CudaBackend:
         current.wait_stream(self._stream)
 
     def check(self, run: Callable[[], object]) -> None:
-        """Uses the sync-debug mode, which is process-wide: only while no other Python thread could trip over it."""
+        """Uses the sync-debug mode, which is process-wide: only while no other Python thread could
+        trip over it.
+        """
         if threading.active_count() > 1:
             return
         before = torch.cuda.get_sync_debug_mode()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it warns of being a prototype, an error under -W error
+                warnings.simplefilter(
+                    "ignore"
+                )  # it warns of being a prototype, an error under -W error
                 torch.cuda.set_sync_debug_mode("error")
             run()
         except RuntimeError as error:
@@ -104,13 +109,15 @@ class CudaBackend:
 
     def capture(self, run: Callable[[], list[Tensor]]) -> Graph:
         if self._anchor is None:
-            # A pool whose last graph goes cannot be captured into again: the pinned-memory allocator asserts (2.11).
+            # A pool whose last graph goes cannot be captured into again: the pinned-memory
+            # allocator asserts (2.11).
             self._anchor = self._trivial_graph(pool=self._pool.id)
         graph = torch.cuda.CUDAGraph()
         before = self.pool_bytes()
         with _no_garbage_collection():
             try:
-                # thread_local: another thread may allocate, copy or wait meanwhile without failing this capture
+                # thread_local: another thread may allocate, copy or wait meanwhile without failing
+                # this capture
                 graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
                 outputs = run()
                 graph.capture_end()
@@ -124,10 +131,11 @@ class CudaBackend:
         return CapturedGraph(graph, outputs, self.pool_bytes() - before)
 
     def _heal(self, graph: torch.cuda.CUDAGraph) -> None:
-        """After a failed capture: end it, take the allocator out of the pool, and the generator out of capture mode.
+        """After a failed capture: end it, take the allocator out of the pool, and the generator out
+        of capture mode.
 
-        Without the last step every later draw on this device raises (measured on torch 2.11); a successful capture of
-        anything resets it.
+        Without the last step every later draw on this device raises (measured on torch 2.11); a
+        successful capture of anything resets it.
         """
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
@@ -200,7 +208,9 @@ def _shared_stream(index: int) -> torch.cuda.Stream:
 
 
 def _own_stream(index: int) -> torch.cuda.Stream:
-    """A stream that nobody else is handed; `torch.cuda.Stream()` deals out the same 32 again and again."""
+    """A stream that nobody else is handed; `torch.cuda.Stream()` deals out the same 32 again and
+    again.
+    """
     handle = ctypes.c_void_p()
     with torch.cuda.device(index):
         error = torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(handle))

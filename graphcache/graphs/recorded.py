@@ -1,8 +1,9 @@
 """The CPU recorder: one run's ATen operations, replayed on the same storages.
 
-It stands in for a CUDA graph wherever there is no GPU, with the same hazards: addresses are fixed, Python branches and
-numbers are frozen, host reads are refused, random operations draw anew, and each replay overwrites the outputs. It does
-not model streams, memory pools or the CUDA generator. A replay costs about what eager costs.
+It stands in for a CUDA graph wherever there is no GPU, with the same hazards: addresses are fixed,
+Python branches and numbers are frozen, host reads are refused, random operations draw anew, and
+each replay overwrites the outputs. It does not model streams, memory pools or the CUDA generator. A
+replay costs about what eager costs.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphcache.errors import CaptureError
 from graphcache.graphs import Graph
-from graphcache.hazards import function_hazard, operation_hazard
+from graphcache.hazards import operation_hazard
+from graphcache.hostreads import noticing_host_reads
+from graphcache.reasons import Reason
 
 # Their results are memory without contents, which a replay leaves as it is.
 _ALLOCATIONS = frozenset(
@@ -31,7 +33,8 @@ _ALLOCATIONS = frozenset(
         "aten::new_empty_strided",
     }
 )
-# A replay must run the operations as they were dispatched, so an autocast of the caller must not cast them again.
+# A replay must run the operations as they were dispatched, so an autocast of the caller must not
+# cast them again.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[tuple[Tensor, int]]]
@@ -71,7 +74,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         hazard = operation_hazard(func, args, kwargs)
         if hazard is not None:
-            raise CaptureError(f"{hazard[1]} cannot be recorded: {hazard[0].phrase}.")
+            _refuse(*hazard)
+        if func.name().startswith("aten::lift_fresh"):
+            self._keep_constant(args[0])
         frozen_args, frozen_kwargs = _pytree.tree_map(_frozen, (args, kwargs))
         result = func(*args, **kwargs)
         if self._needs_replay(func, args, kwargs, result):
@@ -79,6 +84,13 @@ class _Recorder(TorchDispatchMode):
                 (func, frozen_args, frozen_kwargs, self._places(args, kwargs, result))
             )
         return result
+
+    def _keep_constant(self, constant: Tensor) -> None:
+        """A tensor that the run makes of Python numbers; the run may write to it, so replays renew it."""
+        with _disable_current_modes():
+            value = constant.clone()
+        copy = torch.ops.aten.copy_.default
+        self.steps.append((copy, (_frozen(constant), value), {}, []))
 
     def _needs_replay(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
         if func.name().split(".")[0] in _ALLOCATIONS or torch.Tag.inplace_view in func.tags:
@@ -89,7 +101,9 @@ class _Recorder(TorchDispatchMode):
         return writes or bool(self._places(args, kwargs, result))
 
     def _places(self, args: Any, kwargs: Any, result: Any) -> list[tuple[Tensor, int]]:
-        """The results in memory of their own, each with its index; views and in-place results have none."""
+        """The results in memory of their own, each with its index; views and in-place results have
+        none.
+        """
         given = {
             _storage(tensor)
             for tensor in _pytree.tree_leaves((args, kwargs))
@@ -108,14 +122,8 @@ class _Recorder(TorchDispatchMode):
         return sum(self._storages.values())
 
 
-class _Refusal(TorchFunctionMode):
-    """Refuses host reads of CPU tensors that issue no ATen operation."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hazard = function_hazard(func, args, kwargs or {})
-        if hazard is not None:
-            raise CaptureError(f"{hazard[1]} cannot be recorded: {hazard[0].phrase}.")
-        return func(*args, **(kwargs or {}))
+def _refuse(reason: Reason, what: str) -> None:
+    raise CaptureError(f"{what} cannot be recorded: {reason.phrase}.")
 
 
 class RecordedBackend:
@@ -136,7 +144,7 @@ class RecordedBackend:
 
     def capture(self, run: Callable[[], list[Tensor]]) -> Graph:
         recorder = _Recorder()
-        with _Refusal(), recorder:
+        with noticing_host_reads(_refuse), recorder:
             outputs = run()
         graph = RecordedGraph(recorder.steps, outputs, recorder.nbytes)
         self._live[id(graph)] = graph.nbytes
@@ -163,11 +171,13 @@ class RecordedBackend:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _frozen(value: Any) -> Any:
-    """A tensor with the metadata of this moment; operations such as `transpose_` change it in place later."""
+    """A tensor with the metadata of this moment; operations such as `transpose_` change it in place
+    later.
+    """
     if not isinstance(value, Tensor):
         return value
     with _disable_current_modes():

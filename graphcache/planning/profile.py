@@ -1,4 +1,6 @@
-"""The sizes that calls had, counted. No torch, so that a profile can be read and planned on any machine."""
+"""The sizes that calls had, counted. No torch, so that a profile can be read and planned on any
+machine.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ class TrafficProfile:
         """Read one call a row from the columns named `dims`; other columns are ignored.
 
         Raises:
-            GraphCacheError: a missing column, or a size that is no positive integer, with file and line.
+            GraphCacheError: a missing column, or a size that is no positive integer, with file and
+                line.
         """
         profile = cls(dims)
         for sizes in read_sizes(path, dims):
@@ -82,7 +85,9 @@ class TrafficProfile:
         return profile
 
     def to_csv(self, path: str | Path) -> None:
-        """Write one row a call, sizes in sorted order, with an empty `timestamp_s` as in recorded traces."""
+        """Write one row a call, sizes in sorted order, with an empty `timestamp_s` as in recorded
+        traces.
+        """
         with open(path, "w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["timestamp_s", *self.dims])
@@ -105,19 +110,19 @@ class TrafficProfile:
         """
         try:
             data: dict[str, Any] = json.loads(Path(path).read_text())
-            version, dims, counts = data["version"], data["dims"], data["counts"]
-        except (ValueError, KeyError, TypeError) as error:
+            version = data["version"]
+            if version == _VERSION:
+                profile = cls(data["dims"])
+                for *sizes, count in data["counts"]:
+                    profile.record(tuple(sizes), count)
+                return profile
+        except (ValueError, KeyError, TypeError, GraphCacheError) as error:
             raise GraphCacheError(
                 f"{path} is no traffic profile ({error!r}); write one with save()."
             ) from error
-        if version != _VERSION:
-            raise GraphCacheError(
-                f"{path} has version {version}, this package reads {_VERSION}; record it anew."
-            )
-        profile = cls(dims)
-        for *sizes, count in counts:
-            profile.record(tuple(sizes), count)
-        return profile
+        raise GraphCacheError(
+            f"{path} has version {version}, this package reads {_VERSION}; record it anew."
+        )
 
 
 def read_sizes(path: str | Path, dims: Sequence[str]) -> Iterable[tuple[int, ...]]:
@@ -126,7 +131,7 @@ def read_sizes(path: str | Path, dims: Sequence[str]) -> Iterable[tuple[int, ...
     Raises:
         GraphCacheError: as `TrafficProfile.from_csv`.
     """
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:
         rows = csv.DictReader(file)
         missing = [dim for dim in dims if dim not in (rows.fieldnames or ())]
         if missing:
@@ -138,7 +143,7 @@ def read_sizes(path: str | Path, dims: Sequence[str]) -> Iterable[tuple[int, ...
 
 
 def _positive(text: str | None, dim: str, path: str | Path, line: int) -> int:
-    if text is None or not text.strip().isdigit() or int(text) < 1:
+    if text is None or not text.strip().isdecimal() or int(text) < 1:
         raise GraphCacheError(
             f"{path}:{line}: {dim} is {text!r}, not a positive integer; mend or remove the row."
         )

@@ -1,0 +1,153 @@
+"""The command line parses, prints, and turns the package's errors into one line and status 2."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphcache import __version__, cli, demo
+
+REPORT = demo.DemoReport(
+    backend="recorded",
+    device="CPU",
+    dtype="float32",
+    stream="built-in",
+    calls_in_stream=1200,
+    distinct_sizes=3,
+    buckets={"batch": [1, 2], "seq": [8]},
+    eager_ms=2.5,
+    graphcache_ms=0.5,
+    warmup_seconds=1.25,
+    first_pass_seconds=0.75,
+    padding_overhead=0.125,
+    graphs=2,
+    captures=2,
+    replays=3600,
+    eager_runs=1,
+    fallbacks={"over-max": 1},
+    graph_bytes=3 * 2**20,
+    largest_relative_difference=1e-6,
+    largest_difference=2e-7,
+)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("batch,seq\n1,5\n2,8\n1,5\n")
+    return path
+
+
+@pytest.fixture
+def no_run(monkeypatch):
+    """The demo answers at once; returns the arguments of its calls."""
+    calls = []
+    monkeypatch.setattr(demo, "run", lambda *args: calls.append(args) or REPORT)
+    return calls
+
+
+class TestDemo:
+    def test_prints_one_json_object_and_nothing_else(self, trace, capsys):
+        assert cli.main(["demo", "--trace", str(trace), "--json"]) == 0
+        out, err = capsys.readouterr()
+        report = json.loads(out)
+        assert err == ""
+        assert set(report) == {field.name for field in dataclasses.fields(demo.DemoReport)}
+        assert (report["calls_in_stream"], report["graphs"], report["replays"]) == (3, 2, 9)
+        assert report["fallbacks"] == {}
+
+    def test_prints_an_aligned_table(self, no_run, capsys):
+        """Values stand in one column; what the recorder cannot show is said."""
+        assert cli.main(["demo"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        column = len("padding overhead") + 2
+        assert all(line[column - 2 : column] == "  " for line in lines)
+        assert all(line[column] != " " for line in lines)
+        values = {line[:column].strip(): line[column:] for line in lines}
+        assert values["backend"].startswith("recorded (CPU): shows behaviour, not speed")
+        assert values["eager"] == "2.500 ms per call, median"
+        assert values["GraphCache"] == "0.500 ms per call, median"
+        assert values["padding overhead"] == "12.5%"
+        assert values["graphs"] == "2, 3 MiB"
+        assert values["served"] == "2 captures, 3,600 replays, 1 eager"
+        assert values["fallbacks"] == "over-max: 1"
+
+    def test_names_the_gpu(self, monkeypatch, capsys):
+        report = dataclasses.replace(REPORT, backend="cuda", device="H200", fallbacks={})
+        monkeypatch.setattr(demo, "run", lambda *args: report)
+        cli.main(["demo"])
+        out = capsys.readouterr().out
+        assert "cuda (H200)\n" in out
+        assert "fallbacks         none\n" in out
+
+    def test_hands_over_trace_and_rows(self, no_run, capsys):
+        cli.main(["demo", "--trace", "some.csv", "--rows", "7", "--json"])
+        cli.main(["demo", "--json"])
+        assert no_run == [("some.csv", 7, False), (None, None, False)]
+
+    def test_shows_progress_only_to_a_terminal_and_never_with_json(
+        self, no_run, monkeypatch, capsys
+    ):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+        cli.main(["demo"])
+        cli.main(["demo", "--json"])
+        assert [progress for _, _, progress in no_run] == [True, False]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ("batch,length\n1,2\n", ["no column ['seq']", "name the columns"]),
+            ("batch,seq\n3,7\n3,-7\n", [":3: seq is '-7'", "mend or remove the row"]),
+            ("", ["no column ['batch', 'seq']", "name the columns"]),
+        ],
+    )
+    def test_a_bad_trace_gives_one_line_with_file_and_remedy(self, trace, capsys, content, said):
+        trace.write_text(content)
+        assert cli.main(["demo", "--trace", str(trace), "--json"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1
+        assert err.startswith("graphcache: ")
+        assert all(text in err for text in [str(trace), *said])
+
+    def test_a_missing_trace_gives_status_2(self, tmp_path, capsys):
+        assert cli.main(["demo", "--trace", str(tmp_path / "none.csv")]) == 2
+        assert "none.csv" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("argv", "said"),
+        [
+            ([], "required: COMMAND"),
+            (["demo", "--rows", "0"], "'0' is no positive integer"),
+            (["demo", "--rows", "many"], "'many' is no positive integer"),
+            (["dance"], "dance"),
+        ],
+    )
+    def test_a_command_line_that_does_not_parse_exits_with_2(self, capsys, argv, said):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_version_and_help_name_what_there_is(capsys):
+    for flag, expected in [("--version", __version__), ("--help", "demo")]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main([flag])
+        assert stop.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_runs_as_a_module(tmp_path):
+    """`python -m graphcache` is the console script, exit status included."""
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "graphcache", "demo", "--trace", str(tmp_path / "none.csv")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("graphcache: ")
+    assert done.stdout == ""

@@ -1,0 +1,178 @@
+"""What a call would do and why."""
+
+import pytest
+import torch
+from torch import nn
+
+from graphcache import GraphCache, Reason
+from graphcache.explain import Explanation, ProbeReport
+from graphcache.padding import OutputAxis
+from graphcache.probe import DimFacts
+
+
+def ask(cache, *args, **kwargs):
+    with torch.no_grad():
+        return cache.explain(*args, **kwargs)
+
+
+def rows(n, width=4):
+    return torch.randn(n, width)
+
+
+@pytest.fixture
+def cache():
+    return GraphCache(nn.Linear(4, 2).eval(), [8, 16])
+
+
+class TestAnswers:
+    def test_capture_then_replay(self, cache):
+        """The bucket and sizes by name; asking changes nothing."""
+        for _ in range(2):
+            found = ask(cache, rows(5))
+            assert (found.action, found.dims, found.sizes) == ("capture", ("batch",), (5,))
+            assert found.bucket == (8,)
+        assert cache.stats().calls == 0
+        assert cache.stats().graphs == 0
+        with torch.no_grad():
+            cache(rows(5))
+        assert ask(cache, rows(7)).action == "replay"
+        assert ask(cache, rows(9)).action == "capture"
+
+    def test_split_with_its_pieces(self, cache):
+        """The buckets of the pieces."""
+        found = ask(cache, rows(20))
+        assert found.action == "split"
+        assert found.pieces == ((16,), (8,))
+
+    def test_gradients_are_told_with_the_remedy(self, cache):
+        """`grad`, as the call itself would fall back."""
+        found = cache.explain(rows(3))
+        assert (found.action, found.reason) == ("eager", Reason.GRAD)
+        assert "torch.no_grad()" in str(found)
+
+    @pytest.mark.parametrize(
+        ("module", "x", "reason"),
+        [
+            (lambda x: x * x.sum().item(), rows(3), Reason.HOST_SYNC),
+            (lambda x: x[x > 0], rows(3), Reason.DYNAMIC_OUTPUT),
+            (lambda x: x * 2, rows(0), Reason.EMPTY),
+            (lambda x: x.softmax(0), rows(3), Reason.BATCH_COUPLED),
+            (lambda x: x.softmax(0), rows(30), Reason.OVER_MAX),
+        ],
+    )
+    def test_eager_with_the_reason_that_the_call_then_has(self, module, x, reason):
+        """The explanation and the counter agree."""
+        cache = GraphCache(module, [8, 16])
+        if reason == Reason.OVER_MAX:
+            cache = GraphCache(module, [8, 16], split=None, dynamic_shapes={"x": {0: "batch"}})
+        found = ask(cache, x)
+        with torch.no_grad():
+            cache(x)
+        assert found.action == "eager"
+        assert cache.stats().fallbacks == {found.reason: 1}
+        if reason != Reason.OVER_MAX:
+            assert found.reason == reason
+
+    def test_a_cache_that_does_not_admit_yet_says_so(self):
+        """capture_after=3: the next call runs eagerly, `not-admitted`."""
+        cache = GraphCache(nn.Linear(4, 2).eval(), [8], capture_after=3)
+        found = ask(cache, rows(3))
+        with torch.no_grad():
+            cache(rows(3))
+        assert cache.stats().fallbacks == {"not-admitted": 1}
+        assert (found.action, found.reason) == ("eager", "not-admitted")
+
+    def test_a_sealed_cache_says_so(self, cache):
+        """`not-admitted`: it will not capture."""
+        with torch.no_grad():
+            cache(rows(3))
+        cache.seal()
+        assert ask(cache, rows(3)).action == "replay"
+        found = ask(cache, rows(9))
+        assert (found.action, found.reason) == ("eager", "not-admitted")
+
+    def test_an_exact_size_that_has_its_graph_is_a_replay(self):
+        """A module that must not be padded, after its third use."""
+        cache = GraphCache(lambda x: x.softmax(0), [8])
+        for _ in range(3):
+            cache(rows(5))
+        assert ask(cache, rows(5)).action == "replay"
+
+    def test_an_exact_size_about_to_be_captured_is_a_capture(self):
+        """The third use captures, and the second does not."""
+        cache = GraphCache(lambda x: x.softmax(0), [8])
+        cache(rows(5))
+        assert ask(cache, rows(5)).action == "eager"
+        cache(rows(5))
+        assert ask(cache, rows(5)).action == "capture"
+        cache(rows(5))
+        assert cache.stats().captures == 1
+
+    def test_the_nearest_captured_key_and_its_differences_are_told(self, cache):
+        """What a user must change to hit."""
+        with torch.no_grad():
+            cache(rows(5))
+        module = cache.module
+        found = ask(cache, rows(9))
+        assert found.nearest == ("bucket: (16,), captured (8,)",)
+        module.double()
+        module.float()
+        with torch.no_grad():
+            cache(rows(5))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = ask(cache, rows(5))
+        assert any(line.startswith("modes") for line in found.nearest)
+
+    def test_wrong_inputs_are_an_answer_and_not_an_error(self, cache):
+        """A width that eager would refuse."""
+        found = ask(cache, rows(3, width=5))
+        assert found.action == "eager"
+        with torch.no_grad(), pytest.raises(RuntimeError, match="cannot be multiplied"):
+            cache(rows(3, width=5))
+        with torch.no_grad():
+            assert cache(rows(3)).shape == (3, 2)
+
+
+class TestPrinting:
+    def test_an_explanation_prints_as_a_small_table(self):
+        """A row for each thing known."""
+        known = {"dims": ("batch", "seq"), "sizes": (5, 41), "bucket": (8, 64)}
+        why = {"reason": Reason.BATCH_COUPLED, "detail": "rows move", "nearest": ("a: b", "c: d")}
+        text = str(Explanation("eager", **known, **why))
+        assert text.splitlines() == [
+            "action  eager",
+            "sizes   batch=5, seq=41",
+            "bucket  batch=8, seq=64",
+            "reason  batch-coupled: rows move",
+            "differs a: b",
+            "        c: d",
+        ]
+
+    def test_pieces_are_printed_as_a_sum(self):
+        """16 + 8, with x between dims."""
+        assert "pieces  16x4 + 8x4" in str(Explanation("split", pieces=((16, 4), (8, 4))))
+
+    def test_a_reason_without_detail_prints_its_phrase(self):
+        """The closed list's words."""
+        assert "empty: a dynamic dim is 0" in str(Explanation("eager", reason=Reason.EMPTY))
+
+    def test_a_probe_report_prints_a_line_for_each_dim(self):
+        """Neutral or the reason, controls, independence, output axes."""
+        report = ProbeReport(
+            {
+                "batch": DimFacts(True, axes=[[OutputAxis(0, 0, 1, 0)]], independent=True),
+                "seq": DimFacts(False, "moved", Reason.PAD_NOT_NEUTRAL),
+                "part": DimFacts(True, controls={"mask": 0}),
+            }
+        )
+        head, batch, seq, part = str(report).splitlines()
+        assert head.split() == ["dim", "padding", "controls", "rows", "independent", "outputs"]
+        assert batch.split() == ["batch", "neutral", "-", "yes", "[0]"]
+        assert seq.split() == ["seq", "pad-not-neutral", "-", "no", "-"]
+        assert part.split() == ["part", "neutral", "mask=0", "no", "-"]
+
+    def test_a_refused_probe_prints_its_reason(self):
+        """Through the cache."""
+        report = GraphCache(lambda x: x * x.sum().item(), [8]).probe(rows(3))
+        assert report.refused == Reason.HOST_SYNC
+        assert str(report).startswith("refused: host-sync: aten::")

@@ -1,0 +1,484 @@
+"""What works without a cache and is different with one; each with its way out.
+
+| silent: a wrong or surprising result, no error            | way out                             |
+| --------------------------------------------------------- | ----------------------------------- |
+| a global that forward reads is frozen in the graph        | verify= finds it; an argument       |
+| a Python branch on a global is frozen as well             | the same                            |
+| a module behind a plain callable is not watched           | pass the module or its bound method |
+| an attribute of an object in a submodule is not watched   | assign the object anew; invalidate  |
+| a branch on the size is that of the bucket                | verify= finds it; a bucket at it    |
+| side effects of forward (printing, appending) happen once | return them                         |
+| verify="off" pads through batch statistics                | the probe, verify="capture"         |
+| verify="off" pads a mean over an unmasked length          | a mask, and fill= for it            |
+| random numbers: padded rows draw too, so streams differ   | a bucket of the exact size          |
+| static_inputs are overwritten by the bucket's other calls | write them right before each call   |
+| outputs="view" on the CPU shows no late reads             | outputs="copy"; test on CUDA        |
+
+| loud: an error, or eager with a reason                    | way out                             |
+| --------------------------------------------------------- | ----------------------------------- |
+| outputs="view" read after the next call raises (CUDA)     | clone it, or outputs="copy"         |
+| weights rebound: a recapture each time                    | copy_ into them                     |
+| train / eval flip: graphs of their own                    | warm up both, or flip rarely        |
+| batch norm in training is never padded: `batch-coupled`   | eval(), or exact sizes              |
+| a mean over an unmasked length: `pad-not-neutral`         | a mask                              |
+| a float mask that nobody named: `pad-not-neutral`         | fill={"mask": 0}, or a bool mask    |
+| gradients are needed: `grad`                              | torch.inference_mode()              |
+| a number argument: a graph for each value                 | pass a tensor                       |
+| a value read to the host: `host-sync`                     | torch.where                         |
+| counting calls in a Python attribute: `state-written`     | a buffer                            |
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import BY_NAME, assert_same
+
+from graphcache import GraphCache
+
+GLOBAL = {"scale": 1.0, "double": False}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    GLOBAL.update(scale=1.0, double=False)
+    with torch.no_grad():
+        yield
+
+
+def rows(n: int, device: str) -> Tensor:
+    return torch.randn(n, 4, device=device)
+
+
+def differs(ours: Tensor, theirs: Tensor) -> bool:
+    return not torch.allclose(ours, theirs)
+
+
+class ByGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * GLOBAL["scale"]
+
+
+class ByBranch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if GLOBAL["double"] else x * 1
+
+
+class Mean(nn.Module):
+    """x: (batch, seq, 4)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class MaskedMean(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+# Silent.
+
+
+@pytest.mark.parametrize(
+    ("module", "change"), [(ByGlobal, {"scale": 3.0}), (ByBranch, {"double": True})]
+)
+def test_a_global_read_by_forward_is_frozen(
+    module: type[nn.Module], change: dict[str, Any], device: str
+) -> None:
+    """A value or a branch; eager would see the new one."""
+    cache, x = GraphCache(module().to(device), [4]), rows(3, device)
+    cache(x)
+    GLOBAL.update(change)
+    assert differs(cache(x), cache.module(x))  # should be equal!
+
+
+@pytest.mark.parametrize(
+    ("module", "change"), [(ByGlobal, {"scale": 3.0}), (ByBranch, {"double": True})]
+)
+def test_a_frozen_global_is_found_by_verify_and_cured_by_invalidate(
+    module: type[nn.Module], change: dict[str, Any], device: str
+) -> None:
+    """The key is quarantined at the first shadowed call; or say that something changed."""
+    checked, x = GraphCache(module().to(device), [4], verify=1.0), rows(3, device)
+    told = GraphCache(module().to(device), [4])
+    checked(x)
+    told(x)
+    GLOBAL.update(change)
+    checked(x)
+    told.invalidate()
+    assert_same(checked(x), checked.module(x))
+    assert_same(told(x), told.module(x))
+    assert checked.stats().fallbacks == {"verify-mismatch": 1}
+    assert told.stats().eager == 0
+
+
+def test_a_global_passed_as_an_argument_is_part_of_the_key(device: str) -> None:
+    cache, x = GraphCache(lambda x, scale: x * scale, [4]), rows(3, device)
+    for scale in (1.0, 3.0, 1.0):
+        GLOBAL["scale"] = scale
+        assert_same(cache(x, GLOBAL["scale"]), x * scale)
+
+
+def test_a_module_behind_a_plain_callable_is_not_watched(device: str) -> None:
+    """Its training flag; of its tensors only those that the run read are, until they are freed."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)).to(device).eval()
+    cache, x = GraphCache(lambda x: module(x), [4]), rows(3, device)
+    cache(x)
+    module.train()
+    assert differs(cache(x), torch.zeros(3, 4, device=device))  # should be zeros!
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_the_module_itself_or_its_bound_method_is_watched(bound: bool, device: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)).to(device).eval()
+    cache, x = GraphCache(module.forward if bound else module, [4]), rows(3, device)
+    cache(x)
+    module.train()
+    assert_same(cache(x), torch.zeros(3, 4, device=device))
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(scale=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.config.scale
+
+
+def test_an_attribute_of_an_object_that_a_submodule_holds_is_not_watched(device: str) -> None:
+    """Objects are compared by identity."""
+    cache, x = GraphCache(Configured().to(device), [4]), rows(3, device)
+    cache(x)
+    cache.module.config.scale = 3.0
+    assert differs(cache(x), cache.module(x))  # should be equal!
+
+
+def test_an_object_assigned_anew_is_noticed(device: str) -> None:
+    cache, x = GraphCache(Configured().to(device), [4]), rows(3, device)
+    cache(x)
+    cache.module.config = SimpleNamespace(scale=3.0)
+    assert_same(cache(x), cache.module(x))
+
+
+class BySize(nn.Module):
+    """Another formula for more than eight rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if len(x) > 8 else x * 3
+
+
+def test_a_branch_on_the_size_is_that_of_the_bucket(device: str) -> None:
+    """The probe looks at one bucket; later buckets are only checked for values in padded rows."""
+    cache = GraphCache(BySize().to(device), [4, 16])
+    x = rows(5, device)
+    assert_same(cache(x[:3]), cache.module(x[:3]))
+    assert differs(cache(x), cache.module(x))  # should be equal!
+
+
+def test_a_branch_on_the_size_is_found_by_verify_or_probed_where_it_shows(device: str) -> None:
+    """Shadowed; with a bucket at the threshold; or if the first padded call crosses it."""
+    small, large = rows(3, device), rows(5, device)
+    checked = GraphCache(BySize().to(device), [4, 16], verify=1.0)
+    for x in (small, large):
+        checked(x)
+    assert_same(checked(large), checked.module(large))
+    split = GraphCache(BySize().to(device), [4, 8, 16])
+    crossing = GraphCache(BySize().to(device), [4, 16])
+    for cache in (split, crossing):
+        for x in (large, small, large):
+            assert_same(cache(x), cache.module(x))
+
+
+def test_side_effects_of_forward_are_not_replayed(device: str) -> None:
+    """They are those of the trials and of the capture, whose number is not promised."""
+    seen: list[int] = []
+
+    def noting(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x * 2
+
+    cache = GraphCache(noting, [4])
+    cache(rows(4, device))
+    before = len(seen)
+    cache(rows(4, device))
+    assert len(seen) == before  # should be one more!
+
+
+def test_what_is_returned_needs_no_side_effect(device: str) -> None:
+    cache, seen = GraphCache(lambda x: (x * 2, x.sum(1)), [4]), []
+    for n in (4, 3, 4):
+        seen.append(cache(rows(n, device))[1])
+    assert [len(total) for total in seen] == [4, 3, 4]
+
+
+def test_verify_off_pads_through_batch_statistics(device: str) -> None:
+    shapes = {"x": {0: "batch"}}
+    cache = GraphCache(Centred().to(device), [8], dynamic_shapes=shapes, verify="off")
+    x = rows(3, device)
+    assert differs(cache(x), cache.module(x))  # should be equal!
+
+
+def test_the_probe_does_not_pad_through_batch_statistics(device: str) -> None:
+    cache = GraphCache(Centred().to(device), [8])
+    for _ in range(5):
+        x = rows(3, device)
+        assert_same(cache(x), cache.module(x))
+    assert cache.stats().fallbacks == {"batch-coupled": 2}
+
+
+def test_verify_off_pads_an_unmasked_mean(device: str) -> None:
+    shapes = {"x": {0: "batch", 1: "seq"}}
+    cache = GraphCache(Mean().to(device), [(4, 8)], dynamic_shapes=shapes, verify="off")
+    x = torch.randn(4, 5, 4, device=device)
+    assert differs(cache(x), cache.module(x))  # should be equal!
+
+
+def test_verify_off_is_right_with_a_mask_and_its_fill(device: str) -> None:
+    shapes = {"x": {0: "batch", 1: "seq"}, "mask": {0: "batch", 1: "seq"}}
+    cache = GraphCache(
+        MaskedMean().to(device),
+        [(4, 8)],
+        dynamic_shapes=shapes,
+        verify="off",
+        fill={"mask": 0},
+    )
+    for n, m in ((4, 8), (4, 5), (2, 3), (4, 8), (3, 7)):
+        x = torch.randn(n, m, 4, device=device)
+        mask = torch.ones(n, m, dtype=torch.bool, device=device)
+        assert_same(cache(x, mask), cache.module(x, mask))
+    assert cache.stats().eager == 0
+
+
+def test_padded_rows_draw_random_numbers_too(device: str) -> None:
+    """The generator is further on than eager's would be."""
+    module = nn.Dropout(0.5).train().to(device)
+    cache, x = GraphCache(module, [64]), torch.ones(3, 4, device=device)
+    cache(x)
+    states = []
+    for call in (module, cache):
+        torch.manual_seed(1)
+        call(x)
+        states.append(torch.rand(64, device=device))
+    assert not torch.equal(states[0], states[1])  # should be equal!
+
+
+def test_an_exact_bucket_draws_as_often_as_eager(device: str) -> None:
+    """On the CPU also the same numbers."""
+    module = nn.Dropout(0.5).train().to(device)
+    cache, x = GraphCache(module, [3]), torch.ones(3, 4, device=device)
+    cache(x)
+    if device == "cpu":
+        results = []
+        for call in (module, cache):
+            torch.manual_seed(1)
+            results.append((call(x), call(x), torch.rand(8)))
+        assert_same(results[0], results[1], bitwise=True)
+    torch.manual_seed(1)
+    first = cache(x)
+    torch.manual_seed(1)
+    assert torch.equal(cache(x), first)
+
+
+def test_static_inputs_are_overwritten_by_other_calls(device: str) -> None:
+    cache = GraphCache(BY_NAME["mlp"].build(device), [4])
+    view = cache.static_inputs(3, like=rows(1, device))["input"]
+    cache(rows(4, device))
+    view.fill_(1.0)
+    cache(rows(4, device))
+    assert differs(view, torch.ones(3, 4, device=device))  # should be ones!
+
+
+def test_static_inputs_written_right_before_the_call_are_right(device: str) -> None:
+    cache = GraphCache(BY_NAME["mlp"].build(device), [4])
+    view = cache.static_inputs(3, like=rows(1, device))["input"]
+    cache(rows(2, device))
+    for _ in range(3):
+        cache(rows(4, device))
+        x = rows(3, device)
+        assert_same(cache(view.copy_(x)), cache.module(x))
+
+
+# Loud.
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_view_read_after_the_next_call_raises() -> None:
+    """And names the cure."""
+    cache = GraphCache(BY_NAME["mlp"].build("cuda"), [4], outputs="view")
+    late = cache(rows(3, "cuda"))
+    cache(rows(4, "cuda"))
+    with pytest.raises(RuntimeError, match=r"copy|clone"):
+        late.sum()
+
+
+def test_a_view_that_is_cloned_or_a_copy_may_be_read_at_any_time(device: str) -> None:
+    for outputs in ("view", "copy"):
+        cache = GraphCache(BY_NAME["mlp"].build(device), [4], outputs=outputs)
+        x = rows(3, device)
+        kept = cache(x).clone() if outputs == "view" else cache(x)
+        cache(rows(4, device))
+        assert_same(kept, cache.module(x))
+
+
+def test_rebinding_a_weight_costs_a_recapture_each_time(device: str) -> None:
+    """The result is right all the same."""
+    cache = GraphCache(BY_NAME["mlp"].build(device), [4])
+    for _ in range(3):
+        x = rows(3, device)
+        assert_same(cache(x), cache.module(x))
+        fresh = torch.randn_like(cache.module[0].weight)
+        cache.module[0].weight = nn.Parameter(fresh)
+    assert cache.stats().replays == 0
+
+
+def test_copying_into_a_weight_costs_no_recapture(device: str) -> None:
+    cache = GraphCache(BY_NAME["mlp"].build(device), [4])
+    for _ in range(3):
+        x = rows(3, device)
+        assert_same(cache(x), cache.module(x))
+        cache.module[0].weight.copy_(torch.randn_like(cache.module[0].weight))
+    assert (cache.stats().captures, cache.stats().replays) == (1, 2)
+
+
+def test_a_flip_between_train_and_eval_takes_another_graph(device: str) -> None:
+    """Right at once, and the graphs of both stay."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)).to(device)
+    cache, x = GraphCache(module, [4]), rows(3, device)
+    for mode in (False, True, False, True):
+        cache.train(mode)
+        assert_same(cache(x), module(x))
+    assert (cache.stats().captures, cache.stats().replays) == (2, 2)
+
+
+def test_both_modes_may_be_warmed(device: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)).to(device)
+    cache, x = GraphCache(module, [4]), rows(3, device)
+    for mode in (False, True):
+        cache.train(mode)
+        cache.warmup(sample=x, progress=False)
+    for mode in (False, True):
+        cache.train(mode)
+        assert_same(cache(x), module(x))
+    assert (cache.stats().captures, cache.stats().replays) == (0, 2)
+
+
+def test_batch_norm_in_training_is_never_padded(device: str) -> None:
+    cache = GraphCache(nn.BatchNorm1d(4).to(device).train(), [8])
+    for _ in range(2):
+        cache(rows(3, device))
+    assert cache.stats().fallbacks == {"batch-coupled": 2}
+
+
+def test_batch_norm_in_eval_is_padded(device: str) -> None:
+    cache = GraphCache(nn.BatchNorm1d(4).to(device).eval(), [8])
+    for n in (3, 5):
+        x = rows(n, device)
+        assert_same(cache(x), cache.module(x))
+    assert cache.stats().eager == 0
+
+
+def test_a_mean_over_an_unmasked_length_is_not_padded(device: str) -> None:
+    cache = GraphCache(Mean().to(device), [(4, 8)], dynamic_shapes={"x": {0: "batch", 1: "seq"}})
+    x = torch.randn(4, 5, 4, device=device)
+    assert_same(cache(x), cache.module(x))
+    assert cache.stats().fallbacks == {"pad-not-neutral": 1}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill", "served"),
+    [(torch.float32, None, False), (torch.float32, {"mask": 0}, True), (torch.bool, None, True)],
+)
+def test_a_float_mask_must_be_named_and_a_bool_mask_is_found(
+    dtype: torch.dtype, fill: Any, served: bool, device: str
+) -> None:
+    shapes = {"x": {0: "batch", 1: "seq"}, "mask": {0: "batch", 1: "seq"}}
+    cache = GraphCache(MaskedMean().to(device), [(4, 8)], dynamic_shapes=shapes, fill=fill)
+    for n, m in ((4, 5), (4, 8), (4, 5)):
+        x = torch.randn(n, m, 4, device=device)
+        mask = torch.ones(n, m, device=device).to(dtype)
+        assert_same(cache(x, mask), cache.module(x, mask))
+    assert (cache.stats().eager == 0) == served
+    assert set(cache.stats().fallbacks) <= {"pad-not-neutral"}
+
+
+def test_needed_gradients_run_eagerly(device: str) -> None:
+    cache, x = GraphCache(BY_NAME["mlp"].build(device), [4]), rows(3, device)
+    with torch.enable_grad():
+        assert cache(x).requires_grad
+    assert cache.stats().fallbacks == {"grad": 1}
+
+
+def test_inference_mode_needs_no_gradients(device: str) -> None:
+    cache, x = GraphCache(BY_NAME["mlp"].build(device), [4]), rows(3, device)
+    with torch.enable_grad(), torch.inference_mode():
+        assert_same(cache(x), cache.module(x))
+    assert cache.stats().captures == 1
+
+
+def test_each_number_takes_a_graph(device: str) -> None:
+    cache, x = GraphCache(lambda x, k: x * k, [4], max_signatures=3), rows(3, device)
+    for k in range(5):
+        assert_same(cache(x, float(k)), x * k)
+    assert cache.stats().captures == 3
+    assert cache.stats().fallbacks == {"too-many-keys": 2}
+
+
+def test_a_number_passed_as_a_tensor_takes_one_graph(device: str) -> None:
+    cache, x = GraphCache(lambda x, k: x * k, [4]), rows(3, device)
+    for k in range(5):
+        assert_same(cache(x, torch.tensor(float(k), device=device)), x * k)
+    assert (cache.stats().captures, cache.stats().replays) == (1, 4)
+
+
+def test_a_branch_on_a_value_runs_eagerly(device: str) -> None:
+    cache = GraphCache(lambda x: x * 2 if x[0, 0] > 0 else x * 3, [4])
+    for sign in (1.0, -1.0):
+        x = torch.full((3, 4), sign, device=device)
+        assert_same(cache(x), x * (2 if sign > 0 else 3))
+    assert cache.stats().fallbacks == {"host-sync": 2}
+
+
+def test_where_takes_the_place_of_a_branch(device: str) -> None:
+    cache = GraphCache(lambda x: torch.where(x[0, 0] > 0, x * 2, x * 3), [4])
+    for sign in (1.0, -1.0):
+        x = torch.full((3, 4), sign, device=device)
+        assert_same(cache(x), x * (2 if sign > 0 else 3))
+    assert cache.stats().eager == 0
+
+
+class Counting(nn.Module):
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        if buffer:
+            self.register_buffer("calls", torch.zeros(()))
+        else:
+            self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_count_in_a_python_attribute_runs_eagerly(device: str) -> None:
+    cache, x = GraphCache(Counting(False).to(device), [4]), rows(3, device)
+    for call in (1, 2, 3):
+        assert_same(cache(x), x * call)
+    assert cache.stats().fallbacks == {"state-written": 3}
+
+
+def test_a_count_in_a_buffer_is_replayed(device: str) -> None:
+    cache, x = GraphCache(Counting(True).to(device), [4]), rows(3, device)
+    for call in (1, 2, 3):
+        assert_same(cache(x), x * call)
+    assert cache.stats().eager == 0
