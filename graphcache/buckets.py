@@ -90,7 +90,9 @@ class BucketSet:
             return None
         total = sizes[axis]
         chosen = _cheapest(total, steps, axis)
-        return None if chosen is None else _pieces(total, chosen, axis)
+        if len(chosen) > MAX_PIECES:
+            chosen = _cheapest_of_few(total, steps, axis)
+        return _pieces(total, chosen, axis) if chosen else None
 
     def _steps(self, sizes: Bucket, axis: int, unpadded: frozenset[int]) -> list[Bucket]:
         """For each row count along `axis`, the cheapest bucket of that many rows that holds the
@@ -103,35 +105,42 @@ class BucketSet:
         return [step for step in steps if step is not None]
 
 
-def _cheapest(total: int, steps: Sequence[Bucket], axis: int) -> list[Bucket] | None:
-    """At most 16 buckets that together hold `total` rows along `axis`, of least cost, then fewest; or None."""
-    costs = [math.prod(step) for step in steps]
-    rounds: list[list[tuple[float, int]]] = [[(0, -1)] + [(math.inf, -1)] * total]
-    for _ in range(MAX_PIECES):
-        before = rounds[-1]
-        best = [(0.0, -1)]
-        for left in range(1, total + 1):
-            options = [
-                (before[max(0, left - step[axis])][0] + cost, i)
-                for i, (step, cost) in enumerate(zip(steps, costs, strict=True))
-            ]
-            best.append(min(options))
-        rounds.append(best)
-        if best[total][0] >= before[total][0] and before[total][0] < math.inf:
-            rounds.pop()  # one more piece no longer helps
-            break
-    return _trace(total, steps, axis, rounds) if rounds[-1][total][0] < math.inf else None
-
-
-def _trace(
-    total: int, steps: Sequence[Bucket], axis: int, rounds: list[list[tuple[float, int]]]
-) -> list[Bucket]:
+def _cheapest(total: int, steps: Sequence[Bucket], axis: int) -> list[Bucket]:
+    """The buckets that together hold `total` rows along `axis`: least cost, then fewest."""
+    best: list[tuple[int, int, int]] = [(0, 0, -1)]  # cost, count, last step
+    for left in range(1, total + 1):
+        options = []
+        for i, step in enumerate(steps):
+            cost, count, _ = best[max(0, left - step[axis])]
+            options.append((cost + math.prod(step), count + 1, i))
+        best.append(min(options))
     chosen, left = [], total
-    for best in reversed(rounds[1:]):
+    while left > 0:
+        chosen.append(steps[best[left][2]])
+        left -= chosen[-1][axis]
+    return chosen
+
+
+def _cheapest_of_few(total: int, steps: Sequence[Bucket], axis: int) -> list[Bucket]:
+    """The same with at most 16 buckets, a table for each count; empty if 16 do not hold them."""
+    costs = [math.prod(step) for step in steps]
+    tables: list[list[tuple[float, int]]] = [[(0, -1)] + [(math.inf, -1)] * total]
+    for _ in range(MAX_PIECES):
+        table: list[tuple[float, int]] = [(0, -1)]
+        for left in range(1, total + 1):
+            rest = (tables[-1][max(0, left - step[axis])][0] for step in steps)
+            options = (c + r for c, r in zip(costs, rest, strict=True))
+            table.append(min((cost, i) for i, cost in enumerate(options)))
+        tables.append(table)
+    least = tables[-1][total][0]
+    if least == math.inf:
+        return []
+    fewest = next(k for k, table in enumerate(tables) if table[total][0] == least)
+    chosen, left = [], total
+    for table in reversed(tables[1 : fewest + 1]):
         if left > 0:
-            step = steps[best[left][1]]
-            chosen.append(step)
-            left -= step[axis]
+            chosen.append(steps[table[left][1]])
+            left -= chosen[-1][axis]
     return chosen
 
 

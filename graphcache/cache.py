@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -67,14 +68,26 @@ class GraphLRU(Cache[Key, Entry]):
     """
 
     def __init__(self, maxsize: int, release: Callable[[Entry], None]) -> None:
-        super().__init__(maxsize)
+        super().__init__(math.inf)  # the bound is kept here, since cachetools' own cannot change
+        self._maxsize = maxsize
         self._release = release
         self._waiting: Counter[Key] = Counter()
         self._halvings = 0
         self.tick = 0  # calls so far, kept by the hit path
 
+    @property
+    def maxsize(self) -> int:
+        """How many graphs at most; may be set, and eviction is then the caller's."""
+        return self._maxsize
+
+    @maxsize.setter
+    def maxsize(self, maxsize: int) -> None:
+        self._maxsize = maxsize
+
     def __setitem__(self, key: Key, entry: Entry) -> None:
         replaced = self.get(key)
+        while replaced is None and not self.has_room():
+            self.popitem()
         super().__setitem__(key, entry)
         self._waiting.pop(key, None)
         if replaced is not None and replaced is not entry:
@@ -116,7 +129,7 @@ class GraphLRU(Cache[Key, Entry]):
         return self._waiting[key]
 
     def has_room(self) -> bool:
-        return self.currsize < self.maxsize
+        return len(self) < self._maxsize
 
     def uses(self, key: Key) -> int:
         """Uses so far of a key that has no graph."""
@@ -142,5 +155,5 @@ class GraphLRU(Cache[Key, Entry]):
 
     def check(self) -> None:
         """Assert the invariants that a cache can see by itself (I4)."""
-        assert self.currsize == len(list(self.entries())) <= self.maxsize
+        assert len(self) == len(list(self.entries())) <= self._maxsize
         assert all(entry.alive and key == entry.key for key, entry in self.items())

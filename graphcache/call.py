@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
-from graphcache.padding import fit
+from graphcache.padding import allocate, fit
 from graphcache.reasons import Reason
 from graphcache.signature import Input, Modes, Node, Signature, Spec, dim_order, flatten, unflatten
 
@@ -194,14 +194,13 @@ class Reading:
         """The sizes to record: those of the named dims; the first tensor's rows where every axis is
         a dim.
         """
-        return self.sizes if self._named else self.sizes[:1]
+        return self.sizes if self._named else self.sizes[:1] or (1,)
 
     def example(self) -> Call | None:
         """A call of this form that is cheap to keep: copies of at most two rows; None where no dims
         are named.
         """
-        small = self.resized(tuple(min(2, size) for size in self.sizes))
-        return small and small.around([tensor.clone() for tensor in small.tensors])
+        return self.resized(tuple(min(2, size) for size in self.sizes))
 
     def resized(self, sizes: tuple[int, ...]) -> Call | None:
         """A call of the same form with its dynamic axes cut or repeated to `sizes`; None where no
@@ -210,8 +209,9 @@ class Reading:
         if not self._named:
             return None
         inputs = self.signature.inputs
+        pairs = zip(self.call.tensors, inputs, strict=True)
         tensors = [
-            fit(t.detach(), spec, sizes) for t, spec in zip(self.call.tensors, inputs, strict=True)
+            allocate(spec, sizes, t.device).copy_(fit(t.detach(), spec, sizes)) for t, spec in pairs
         ]
         return self.call.around(tensors)
 

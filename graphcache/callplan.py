@@ -27,7 +27,6 @@ class CallPlan:
         fills: for each input, the fill by dim of what must be restored beside the real rows.
         axes: for each result, how its axes follow the dims; empty if they are not known, for exact
             sizes.
-        traffic: the sizes to record.
         lend: hands out a static output without a copy (outputs="view"); None copies.
     """
 
@@ -38,15 +37,15 @@ class CallPlan:
         slots: Sequence[int],
         fills: Sequence[Mapping[int, Fill]],
         axes: Axes,
-        traffic: tuple[int, ...],
         lend: Callable[[Tensor], Tensor] | None,
     ) -> None:
         signature, bucket = entry.key
         specs = signature.inputs
         self.entry = entry
         self.bucket = bucket
-        self.traffic = traffic
-        self.hits = 0  # not yet in the ledger
+        self.hits = 0  # pieces served, not yet in the ledger
+        self.calls = 0  # whole calls of these sizes, not yet in the traffic profile
+        self.traffic: tuple[int, ...] = ()
         self.lends = lend is not None
         self.real, self.padded = volume(sizes), volume(bucket)
         placed = sorted(zip(slots, entry.inputs, specs, strict=True), key=lambda item: item[0])
@@ -126,12 +125,12 @@ def results(entry: Entry, axes: Axes, sizes: Sequence[int]) -> dict[int, Tensor]
 def _foreign(
     leaves: Sequence[Tensor], heads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Leave out the tensors that already lie in place, and free the others from any overlap with
-    the static memory.
-    """
+    """Leave out tensors that already lie in place; copy others that overlap any static memory."""
+    static = {head_.untyped_storage().data_ptr() for head_ in heads}
     pairs = []
     for leaf, head_ in zip(leaves, heads, strict=True):
-        shared = leaf.untyped_storage().data_ptr() == head_.untyped_storage().data_ptr()
-        if not (shared and leaf.data_ptr() == head_.data_ptr() and leaf.stride() == head_.stride()):
-            pairs.append((leaf.clone() if shared else leaf, head_))
+        if leaf.data_ptr() == head_.data_ptr() and leaf.stride() == head_.stride():
+            continue
+        shared = leaf.untyped_storage().data_ptr() in static
+        pairs.append((leaf.clone() if shared else leaf, head_))
     return [leaf for leaf, _ in pairs], [head_ for _, head_ in pairs]

@@ -30,6 +30,7 @@ class Fallback(Exception):  # noqa: N818  (control flow, never an error: it does
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
+        self.sizes: tuple[int, ...] | None = None  # of the call, for the traffic profile
 
     def again(self) -> Fallback:
         """The same, to keep or to raise anew: a raised exception holds the frames it passed, and

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from graphcache.padding import Fill, OutputAxis, fit
 from graphcache.preflight import Observation, observe
 from graphcache.probe import DimFacts, Probe
 from graphcache.reasons import Reason
+from graphcache.signature import flatten
 
 
 @dataclass(slots=True)
@@ -106,9 +108,11 @@ class Learner:
     def observe(self, call: Call, tensors: Sequence[Tensor]) -> Observation:
         """One trial run of the call's form on other tensors, which the run may write to."""
         args, kwargs = call.arguments_with(tensors)
-        return observe(
-            lambda: self.target(*args, **kwargs), tensors, self._module, self._backend.device
-        )
+        device = self._backend.device
+        seen = observe(lambda: self.target(*args, **kwargs), tensors, self._module, device)
+        if seen.hazard is None and not _untouched(call, args, kwargs):
+            seen.hazard = Fallback(Reason.INPUT_MUTATED, "forward changes a list or dict argument")
+        return seen
 
     def first_look(self, reading: Reading) -> tuple[Facts, Observation]:
         """Run the call as it is, on copies.
@@ -235,6 +239,15 @@ class Learner:
         if seen.hazard is not None:
             raise seen.hazard.again()
         return seen
+
+
+def _untouched(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the containers that a run was given hold what they held before."""
+    leaves: list[Tensor] = []
+    try:
+        return flatten((args, kwargs), leaves) == call.spec
+    except Fallback:
+        return False
 
 
 def _apart(dims: tuple[DimFacts, ...]) -> tuple[DimFacts, ...]:

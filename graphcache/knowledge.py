@@ -17,6 +17,7 @@ from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
 from graphcache.facts import Facts, Learner
 from graphcache.graphs import CAPTURE_LOCK, Backend
+from graphcache.preflight import plain_modes
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 from graphcache.settings import Settings
@@ -100,7 +101,8 @@ class Knowledge:
             detail = 'verify="off" pads only dims named in `dynamic_shapes`'
             facts.dims = (DimFacts(False, detail, Reason.PAD_NOT_NEUTRAL),)
         self._facts[reading.signature] = facts
-        example = reading.example()
+        with plain_modes():
+            example = reading.example()
         if example is not None and facts.refused is None:
             self._examples[reading.signature] = example
         return facts
@@ -123,7 +125,7 @@ class Knowledge:
     def _trial(self, run: Callable[[], T]) -> T:
         """Make trial runs; what the module raises in them is for eager to raise to the caller."""
         try:
-            with CAPTURE_LOCK, self._backend.aside():
+            with CAPTURE_LOCK, self._backend.aside(), plain_modes():
                 return run()
         except Fallback:
             raise

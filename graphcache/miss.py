@@ -24,6 +24,7 @@ from graphcache.facts import Facts, Learner
 from graphcache.graphs import Backend, backend_for
 from graphcache.knowledge import Knowledge
 from graphcache.padding import head
+from graphcache.preflight import plain_modes
 from graphcache.reasons import Reason
 from graphcache.route import Route, choose_route, refuse_empty
 from graphcache.settings import Settings
@@ -59,12 +60,14 @@ class MissPath:
         self.buckets = parse_buckets(settings.buckets, self.dims.names)
         self.watch = Watch(module)
         self.knowledge = Knowledge(self.dims, self.buckets.exact, settings, self.watch)
-        maxsize = settings.max_graphs or max(_MIN_GRAPHS, len(self.buckets))
-        self.store = GraphStore(maxsize, settings, ledger, forget)
+        self.store = GraphStore(self._max_graphs(settings), settings, ledger, forget)
         self._module = module
         self._settings = settings
         self._backend: Backend | None = None
         self._modes = Modes("cpu")
+        self.sizes_read: tuple[int, ...] | None = (
+            None  # of the call last looked at, for the traffic
+        )
 
     def circumstances(self, form: tuple[Any, ...]) -> tuple[Any, ...]:
         """The key of a call's plan: its form, the modes it runs under, and the module's own mode."""
@@ -89,8 +92,10 @@ class MissPath:
     def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         fills = facts.fills(len(reading.signature.inputs))
         lend = self.backend.lend if self._settings.outputs == "view" else None
-        slots, traffic = reading.call.slots, reading.traffic
-        return CallPlan(entry, reading.sizes, slots, fills, facts.axes(), traffic, lend)
+        padded = entry.key[1] != reading.sizes
+        axes = facts.axes() if padded else []  # nothing to cut, whatever form the results have
+        with plain_modes():
+            return CallPlan(entry, reading.sizes, reading.call.slots, fills, axes, lend)
 
     def _routed(self, call: Call) -> tuple[Reading, Facts, Route]:
         """Read a call, learn what it needs, and choose what serves it. Before padding comes the probe."""
@@ -102,12 +107,14 @@ class MissPath:
         return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
 
     def _known(self, call: Call) -> tuple[Reading, Facts]:
+        self.sizes_read = None
         refuse_tracing()
         self.catch_up()
         self._refuse_grad(call)
         refuse_hooks(self.watch)
         self._choose_backend(call)
         reading = self.knowledge.read(call)
+        self.sizes_read = reading.traffic
         refuse_empty(reading.sizes, reading.dims)
         return self.knowledge.of(reading, self._admit_signature)
 
@@ -162,7 +169,8 @@ class MissPath:
             self.store.check_padding(entry, facts)
         entry.handed_out = True
         pairs = zip(reading.signature.inputs, entry.inputs, strict=True)
-        return {spec.name: head(static, spec, sizes) for spec, static in pairs}
+        with plain_modes():
+            return {spec.name: head(static, spec, sizes) for spec, static in pairs}
 
     def _resized(self, call: Call, sizes: tuple[int, ...]) -> Call:
         self.catch_up()
@@ -173,11 +181,16 @@ class MissPath:
             raise Fallback(Reason.UNSUPPORTED_INPUT, detail)
         return resized
 
+    def _max_graphs(self, settings: Settings) -> int:
+        return settings.max_graphs or max(_MIN_GRAPHS, len(self.buckets))
+
     def rebucket(self, buckets: Any) -> None:
         self.buckets = parse_buckets(buckets, self.dims.names)
+        self.store.graphs.maxsize = self._max_graphs(self._settings)
         self.knowledge.rebucket(self.buckets.exact)
         if not self.buckets.exact:
             self.store.keep(frozenset(self.buckets.corners))
+        self.store.trim()
 
     # Seeing it.
 

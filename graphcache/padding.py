@@ -49,14 +49,16 @@ class OutputAxis(NamedTuple):
     offset: int
 
 
-def allocate(spec: Input, bucket: Sequence[int]) -> Tensor:
-    """A dense buffer for one input at these sizes, laid out in the input's own order of axes."""
+def allocate(spec: Input, bucket: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """A dense buffer for one input at these sizes, laid out in the input's own order of axes; on
+    the device where the module gets it unless told otherwise.
+    """
     shape = spec.sizes(bucket)
     strides, step = [0] * len(shape), 1
     for axis in reversed(spec.order):
         strides[axis] = step
         step *= max(1, shape[axis])
-    return torch.empty_strided(shape, strides, dtype=spec.dtype, device=spec.device)
+    return torch.empty_strided(shape, strides, dtype=spec.dtype, device=device or spec.device)
 
 
 def fit(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:

@@ -77,11 +77,19 @@ def as_captured() -> Iterator[None]:
     torch.set_autocast_cache_enabled(False)
     _trial.depth = getattr(_trial, "depth", 0) + 1
     try:
-        with torch.inference_mode(False), torch.no_grad(), _answering_yes():
+        with plain_modes(), _answering_yes():
             yield
     finally:
         _trial.depth -= 1
         torch.set_autocast_cache_enabled(caching)
+
+
+@contextlib.contextmanager
+def plain_modes() -> Iterator[None]:
+    """Where static memory and views of it are made: no grad, and no inference tensors, which could not be written to
+    outside inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextlib.contextmanager
@@ -248,6 +256,7 @@ def observe(
             with noticing_host_reads(observer.note), observer:
                 result = run()
             spec = flatten(result, outputs, Reason.UNSUPPORTED_OUTPUT)
+            _refuse_layouts(outputs)
         draws, elsewhere = generators.drawn(), generators.drawn_elsewhere()
     finally:
         written = observer.undo()
@@ -275,6 +284,13 @@ def observe(
         origins=_origins(outputs, inputs, observer),
         hazard=observer.hazard,
     )
+
+
+def _refuse_layouts(outputs: Sequence[Tensor]) -> None:
+    for output in outputs:
+        if output.layout is not torch.strided or output.is_nested:
+            what = "nested" if output.is_nested else str(output.layout)
+            raise Fallback(Reason.UNSUPPORTED_OUTPUT, f"a result of layout {what}")
 
 
 def _origins(

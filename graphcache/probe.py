@@ -77,7 +77,7 @@ class Probe:
     ) -> None:
         self._run = run
         self._inputs = inputs
-        self._leaves = leaves
+        self._leaves = [_telling(leaf) for leaf in leaves]
         self._named = named
         self._trusting = trusting
 
@@ -108,12 +108,34 @@ class Probe:
     def _settle(self, trial: _DimTrial, axes: list[list[OutputAxis]]) -> DimFacts:
         for controls in self._control_sets(trial):
             plain = trial.observe(controls, _garbage(-_PLAIN))
-            if trial.agree(
-                plain, trial.observe(controls, _garbage(_LARGE)), axes
-            ) and trial.matches_real(plain, axes):
+            if (
+                trial.agree(plain, trial.observe(controls, _garbage(_LARGE)), axes)
+                and trial.matches_real(plain, axes)
+                and self._steady(trial, controls, plain, axes)
+            ):
                 return self._facts(trial, controls, plain, axes)
         coupled = Reason.BATCH_COUPLED if trial.leading else Reason.PAD_NOT_NEUTRAL
         raise Fallback(coupled, "values in padded rows change real results")
+
+    def _steady(
+        self,
+        trial: _DimTrial,
+        controls: dict[int, Fill],
+        plain: Observation,
+        axes: list[list[OutputAxis]],
+    ) -> bool:
+        """Whether a control held at "repeat" may repeat any row: a mask that ends in True today may
+        end in False tomorrow. Needs rows that differ, else nothing is known."""
+        repeats = [
+            i
+            for i, fill in controls.items()
+            if fill == REPEAT and self._inputs[i].name not in self._named
+        ]
+        if not repeats:
+            return True
+        return all(map(trial.varies, repeats)) and trial.agree(
+            plain, trial.observe(controls, _garbage(-_PLAIN), repeats), axes
+        )
 
     def _is_float(self, i: int) -> bool:
         dtype = self._inputs[i].dtype
@@ -189,8 +211,20 @@ class _DimTrial:
         self.real = run([leaf.clone() for leaf in self._leaves])
         self._last: list[Tensor] = []
 
-    def observe(self, fills: Mapping[int, Fill], garbage: Garbage) -> Observation:
-        """Run at the padded size, the tails holding their fill, or garbage where they have none."""
+    def varies(self, i: int) -> bool:
+        """Whether some real row of an input differs from its last one along the dim."""
+        leaf, axes = self._leaves[i], self._inputs[i].axes
+        return all(
+            _unlike(leaf, a, leaf.shape[a] - 1) is not None for a, d in axes if d == self._dim
+        )
+
+    def observe(
+        self, fills: Mapping[int, Fill], garbage: Garbage, turned: Sequence[int] = ()
+    ) -> Observation:
+        """Run at the padded size, the tails holding their fill, or garbage where they have none.
+
+        The inputs `turned` repeat a row that differs from the last.
+        """
         self._last = []
         for i, (spec, leaf) in enumerate(zip(self._inputs, self._leaves, strict=True)):
             static = allocate(spec, self._bucket)
@@ -198,7 +232,11 @@ class _DimTrial:
             for refill in tails(
                 static, spec, self._sizes, self._bucket, {self._dim: fills.get(i, 0)}
             ):
-                if i in fills:
+                if i in turned:
+                    last = refill.rows.shape[refill.axis] - 1
+                    other = _unlike(refill.rows, refill.axis, last) or 0
+                    refill.tail.copy_(refill.rows.narrow(refill.axis, other, 1))
+                elif i in fills:
                     refill()
                 else:
                     refill.tail.copy_(garbage(refill.rows, refill.tail, refill.axis))
@@ -279,7 +317,10 @@ class _DimTrial:
                 out.narrow(a[0].axis, start, stop - start) if a else out
                 for out, a in zip(whole.outputs, axes, strict=True)
             ]
+            still = [k for k, a in enumerate(axes) if not a]
             moving = [k for k, a in enumerate(axes) if a]
+            if not all_same([part.outputs[k] for k in still], [wanted[k] for k in still]):
+                return False
             if part.spec != whole.spec or not all_close(
                 [part.outputs[k] for k in moving], [wanted[k] for k in moving]
             ):
@@ -347,14 +388,33 @@ def _row(real: Tensor, axis: int, other: bool, noise: Tensor) -> Tensor:
     first = real.narrow(axis, 0, 1)
     if not other:
         return first.expand(noise.shape)
-    unlike = (
-        (real != first).movedim(axis, 0).flatten(1).any(1).nonzero()
-        if real.dim() > 1
-        else (real != first).nonzero()
-    )
-    if len(unlike):
-        return real.narrow(axis, int(unlike[0]), 1).expand(noise.shape)
+    unlike = _unlike(real, axis)
+    if unlike is not None:
+        return real.narrow(axis, unlike, 1).expand(noise.shape)
+    if real.dtype is torch.bool:
+        return first.logical_not().expand(noise.shape)
     return torch.where(first > 0, ((first + 1) * noise.double()).floor().to(real.dtype), first)
+
+
+def _unlike(rows: Tensor, axis: int, like: int = 0) -> int | None:
+    """The first row along `axis` that differs from row `like`, if any does."""
+    differs = (rows != rows.narrow(axis, like, 1)).movedim(axis, 0)
+    found = differs.reshape(differs.shape[0], -1).any(1).nonzero()
+    return int(found[0]) if len(found) else None
+
+
+def _telling(leaf: Tensor) -> Tensor:
+    """The input to probe with: the call's own, unless it is one value throughout and so hides what it scales.
+
+    Zeros times anything are zeros, and a mask of False keeps nothing.
+    """
+    if leaf.numel() < 2 or not bool((leaf == leaf.flatten()[0]).all()):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        return _garbage(_PLAIN)(leaf, leaf, 0)
+    if leaf.dtype is torch.bool and not bool(leaf.any()):
+        return (torch.arange(leaf.numel(), device=leaf.device) % 2 == 0).reshape(leaf.shape)
+    return leaf
 
 
 def _not_a_number(real: Tensor, tail: Tensor, axis: int) -> Tensor:

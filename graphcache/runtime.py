@@ -164,7 +164,7 @@ class GraphCache(Delegate):
             return self._miss.target(*args, **kwargs)
         try:
             with self._lock:
-                result = self._serve(args, kwargs)
+                result = self._serve(args, kwargs, whole=True)
                 self._ledger.calls += 1
         except Fallback as fallback:
             return self._eager(fallback, args, kwargs)
@@ -172,7 +172,7 @@ class GraphCache(Delegate):
             self._compare(result, args, kwargs)
         return result
 
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool) -> Any:
         """One call by its plan; a module that changed under it is looked at again and the call
         repeated.
         """
@@ -183,6 +183,7 @@ class GraphCache(Delegate):
                 return self._in_pieces(plan, leaves)
             outputs = self._replay(plan, leaves)
             if outputs is not None:
+                plan.calls += whole
                 return plan.result(outputs, leaves)
             self._drop_plans()
         raise Fallback(
@@ -194,10 +195,19 @@ class GraphCache(Delegate):
         form = call_key(args, kwargs, leaves)
         plan = self._plans.get(miss.circumstances(form))
         if plan is None:
-            plan = miss.decide(args, kwargs)
+            plan = self._decide(args, kwargs)
             if len(self._plans) >= MAX_PLANS:
                 self._drop_plans()
             self._plans[miss.circumstances(form)] = plan
+        return plan
+
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        try:
+            plan = self._miss.decide(args, kwargs)
+        except Fallback as fallback:
+            fallback.sizes = self._miss.sizes_read
+            raise
+        plan.traffic = self._miss.sizes_read or ()
         return plan
 
     def _replay(self, plan: CallPlan, leaves: list[Tensor]) -> list[Tensor] | None:
@@ -225,24 +235,38 @@ class GraphCache(Delegate):
         return outputs
 
     def _in_pieces(self, plan: SplitPlan, leaves: list[Tensor]) -> Any:
+        self._settle()
+        before = self._ledger.served_so_far()
         results = []
         for piece in plan.pieces:
             args, kwargs = plan.cut(leaves, piece)
             try:
-                results.append(self._serve(args, kwargs))
+                results.append(self._serve(args, kwargs, whole=False))
             except Fallback as fallback:
                 self._report(fallback)
                 results.append(self._miss.target(*args, **kwargs))
                 self._ledger.fell_back(fallback.reason)
+        try:
+            joined = plan.join(results)
+        except Fallback:
+            self._settle()
+            self._ledger.take_back(before)  # those pieces served nobody
+            raise
         self._ledger.splits += 1
-        return plan.join(results)
+        plan.calls += 1
+        return joined
 
     def _eager(self, fallback: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._report(fallback)
+        if fallback.reason is not Reason.CAPTURE_FAILED:
+            self._report(fallback)
         result = self._miss.target(*args, **kwargs)
+        if fallback.reason is Reason.CAPTURE_FAILED:
+            self._report(fallback)  # afterwards: wrong inputs raise what the module raises
         with self._lock:
             self._ledger.calls += 1
             self._ledger.fell_back(fallback.reason)
+            if fallback.sizes is not None:
+                self._traffic.record(fallback.sizes)
         return result
 
     def _compare(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -403,7 +427,7 @@ class GraphCache(Delegate):
 
     @property
     def traffic(self) -> TrafficProfile:
-        """The sizes that graphs served so far, a live profile."""
+        """The sizes of the calls so far, a live profile; those that raised or were traced are left out."""
         with self._lock:
             self._settle()
             return self._traffic
@@ -443,9 +467,11 @@ class GraphCache(Delegate):
     def _settle(self) -> None:
         """Move what the hit path counted on the plans to the ledger and the traffic profile."""
         for plan in self._plans.values():
+            if plan.calls:
+                self._traffic.record(plan.traffic, plan.calls)
+                plan.calls = 0
             if isinstance(plan, CallPlan) and plan.hits:
                 self._ledger.served(plan.bucket, plan.real, plan.padded, plan.hits)
-                self._traffic.record(plan.traffic, plan.hits)
                 plan.hits = 0
 
     def _take_back(self) -> None:

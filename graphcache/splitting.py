@@ -22,7 +22,8 @@ class SplitPlan:
 
     def __init__(self, reading: Reading, facts: Facts, dim: int, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
-        self.sizes = reading.sizes
+        self.calls = 0  # as in CallPlan
+        self.traffic: tuple[int, ...] = ()
         self._spec = reading.call.spec
         self._axes: list[int | None] = [None] * len(reading.call.slots)
         for slot, spec in zip(reading.call.slots, reading.signature.inputs, strict=True):

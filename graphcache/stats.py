@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -58,6 +59,11 @@ def _show(value: Any) -> str:
     return f"{value:,}"
 
 
+_PIECES = (
+    "captures", "replays", "eager", "real_elements", "padded_elements", "fallbacks", "per_bucket",
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class Ledger:
     """The mutable counters behind `Stats`; its owner holds the lock."""
@@ -82,6 +88,16 @@ class Ledger:
         self.real_elements += real * count
         self.padded_elements += padded * count
         self.per_bucket[bucket] += count
+
+    def served_so_far(self) -> Ledger:
+        """A copy, to come back to."""
+        return copy.deepcopy(self)
+
+    def take_back(self, before: Ledger) -> None:
+        """Uncount the pieces served since `before`; their captures stay, as made ahead of use."""
+        self.warmup_captures += self.captures - before.captures
+        for name in _PIECES:
+            setattr(self, name, getattr(before, name))
 
     def fell_back(self, reason: Reason) -> None:
         self.eager += 1

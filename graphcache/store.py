@@ -18,6 +18,7 @@ from graphcache.capture import Capturer
 from graphcache.errors import Fallback
 from graphcache.facts import Facts
 from graphcache.graphs import CAPTURE_LOCK, Backend
+from graphcache.preflight import plain_modes
 from graphcache.reasons import Reason
 from graphcache.settings import Settings
 from graphcache.stats import Ledger
@@ -123,7 +124,7 @@ class GraphStore:
             raise why_exact or Fallback(
                 Reason.NOT_ADMITTED, f"use {uses}; captured at use {wanted} (`capture_after`)"
             )
-        if why_exact is not None and self._exact_graphs() >= max(1, int(self.graphs.maxsize) // 2):
+        if why_exact is not None and self._exact_graphs() >= max(1, self.graphs.maxsize // 2):
             raise why_exact
         self.refuse_signatures(key[0])
         if not self.graphs.has_room() and not self.graphs.outweighs(uses):
@@ -202,7 +203,7 @@ class GraphStore:
 
     def _try(self, reading: Reading, facts: Facts, key: Key) -> Entry:
         try:
-            with CAPTURE_LOCK, self._backend.aside():
+            with CAPTURE_LOCK, self._backend.aside(), plain_modes():
                 return self._capturer.entry(reading, facts, key)
         except (Fallback, torch.OutOfMemoryError):
             raise
@@ -223,7 +224,7 @@ class GraphStore:
         if entry.checked:
             return
         try:
-            with CAPTURE_LOCK, self._backend.aside():
+            with CAPTURE_LOCK, self._backend.aside(), plain_modes():
                 self._capturer.check(entry, facts)
         except Fallback as fallback:
             facts.failed[entry.key[1]] = fallback.again()
@@ -254,6 +255,11 @@ class GraphStore:
         for key, entry in list(self.graphs.items()):
             if key[1] not in buckets and not entry.exact:
                 del self.graphs[key]
+
+    def trim(self) -> None:
+        """Evict down to the bound, after it was lowered."""
+        while len(self.graphs) > self.graphs.maxsize:
+            self._evict()
 
     def graph_bytes(self) -> int:
         """Reserved segments of the pool and static inputs (invariant I7)."""

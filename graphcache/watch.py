@@ -237,25 +237,27 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module | None) -> None:
-        self._taken: list[tuple[Any, Any]] = []
+        self._taken: list[tuple[Any, Any, set[str]]] = []
         for submodule in tree(module):
+            derived = _derived(submodule)
             for holder in _holders(submodule):
-                self._taken.append((holder, dict(holder)))
-                self._taken += [
-                    (value, value.copy())
-                    for value in holder.values()
-                    if type(value) in (list, dict, set)
-                ]
+                self._taken.append((holder, dict(holder), derived))
+                values = (value for value in holder.values() if type(value) in (list, dict, set))
+                self._taken += [(value, value.copy(), set()) for value in values]
 
     def restore(self) -> bool:
-        """Put everything back; True if something had changed."""
+        """Put everything back; True if something had changed that no recorded hook computes."""
         changed = False
-        for live, kept in self._taken:
+        for live, kept, derived in self._taken:
             if not _alike(live, kept):
-                changed = True
+                changed = changed or not _alike(_without(live, derived), _without(kept, derived))
                 live.clear()
                 live.extend(kept) if isinstance(live, list) else live.update(kept)
         return changed
+
+
+def _without(container: Any, names: set[str]) -> Any:
+    return {k: v for k, v in container.items() if k not in names} if names else container
 
 
 def _alike(live: Any, kept: Any) -> bool:
@@ -263,7 +265,7 @@ def _alike(live: Any, kept: Any) -> bool:
         return False
     if isinstance(live, dict):
         return all(map(is_, live.values(), kept.values())) and all(map(is_, live, kept))
-    return all(map(is_, live, kept)) if isinstance(live, list) else live == kept
+    return all(map(is_, live, kept)) if isinstance(live, list) else bool(live == kept)
 
 
 def refuse_hooks(watch: Watch) -> None:

@@ -5,7 +5,7 @@
 | a global that forward reads is frozen in the graph        | verify= finds it; an argument       |
 | a Python branch on a global is frozen as well             | the same                            |
 | a module behind a plain callable is not watched           | pass the module or its bound method |
-| an attribute of an object in a submodule is not watched   | assign the object anew; invalidate  |
+| what a function held by a submodule returns is frozen     | assign it anew; invalidate          |
 | a branch on the size is that of the bucket                | verify= finds it; a bucket at it    |
 | side effects of forward (printing, appending) happen once | return them                         |
 | verify="off" pads through batch statistics                | the probe, verify="capture"         |
@@ -30,7 +30,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,27 +146,33 @@ def test_the_module_itself_or_its_bound_method_is_watched(bound: bool, device: s
 
 
 class Configured(nn.Module):
-    def __init__(self) -> None:
+    """Asks a function for its scale."""
+
+    def __init__(self, scale: float) -> None:
         super().__init__()
-        self.config = SimpleNamespace(scale=1.0)
+        self.scale = self.fixed(scale)
+
+    @staticmethod
+    def fixed(scale: float) -> Any:
+        return lambda: scale * GLOBAL["scale"]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.config.scale
+        return x * self.scale()
 
 
-def test_an_attribute_of_an_object_that_a_submodule_holds_is_not_watched(device: str) -> None:
-    """Objects are compared by identity."""
-    cache, x = GraphCache(Configured().to(device), [4]), rows(3, device)
+def test_what_a_function_held_by_a_submodule_returns_is_frozen(device: str) -> None:
+    """Functions are compared by identity."""
+    cache, x = GraphCache(Configured(1.0).to(device), [4]), rows(3, device)
     cache(x)
-    cache.module.config.scale = 3.0
+    GLOBAL["scale"] = 3.0
     assert differs(cache(x), cache.module(x))  # should be equal!
 
 
-def test_an_object_assigned_anew_is_noticed(device: str) -> None:
-    cache, x = GraphCache(Configured().to(device), [4]), rows(3, device)
+def test_a_function_assigned_anew_is_noticed(device: str) -> None:
+    cache, x = GraphCache(Configured(1.0).to(device), [4]), rows(3, device)
     cache(x)
-    cache.module.config = SimpleNamespace(scale=3.0)
-    assert_same(cache(x), cache.module(x))
+    cache.module.scale = Configured.fixed(3.0)
+    assert_same(cache(x), x * 3)
 
 
 class BySize(nn.Module):

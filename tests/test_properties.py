@@ -161,7 +161,7 @@ def test_any_dtype_and_layout_equals_eager(
     assert cache.stats().captures > 0
 
 
-#: Steps over x: (batch, 4). Most of them couple rows, each in its own way; a probe that misses one is caught.
+#: Steps over x: (batch, 4). Most of them couple rows, each in its own way.
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "centre": lambda x: x - x.mean(0),
@@ -219,7 +219,7 @@ class Program(nn.Module):
 def test_rows_coupled_in_any_way_equal_eager(
     device: str, seed: int, steps: list[str], buckets: list[int], sizes: list[int]
 ) -> None:
-    """However rows depend on each other, on their place, or on their number: never silently wrong."""
+    """However rows depend on each other, on their place or number: never silently wrong."""
     torch.manual_seed(seed)
     twin = Twin(GraphCache(Program(steps), buckets))
     for n in sizes:
@@ -282,7 +282,7 @@ def test_masks_of_any_meaning_equal_eager(
 
 
 def test_a_mask_of_a_maximum_is_found_to_be_a_control(device: str) -> None:
-    """Garbage that a maximum cannot see (negative and kept, or positive and masked) proves nothing."""
+    """Garbage that a maximum cannot see (negative, or positive and masked) proves nothing."""
     both = {0: "batch", 1: "seq"}
     shapes = {"x": both, "mask": both}
     twin = Twin(GraphCache(Masked("largest"), [(1, 8)], dynamic_shapes=shapes))
@@ -302,9 +302,20 @@ def test_a_first_call_whose_data_hides_a_coupling_misleads_nobody(device: str) -
     twin = Twin(shared)
     for kept in (False, True):
         twin(torch.randn(2, 3, 4, device=device), torch.full((2, 3), kept, device=device))
+
+
+def test_a_warmup_by_zeros_misleads_nobody(device: str) -> None:
+    """Zero times anything is zero, so that a factor of the size does not show in zeros."""
     counted = Twin(GraphCache(Program(["counted"]), [8]))
     counted.cache.warmup(sample=torch.zeros(8, 4, device=device), progress=False)
     counted(torch.randn(3, 4, device=device))
+
+
+def test_rows_that_change_places_only_among_many_are_not_split(device: str) -> None:
+    """With a bucket of two rows, too, independence must be tried on enough rows to show."""
+    twin = Twin(GraphCache(Program(["even"]), [2]))
+    for n in (1, 3, 8):
+        twin(torch.randn(n, 4, device=device))
 
 
 def test_a_sum_over_pieces_of_equal_data_is_not_taken_from_one_piece(device: str) -> None:
