@@ -45,6 +45,7 @@ class Entry:
     alive: bool = True
     fresh: bool = True
     checked: bool = False
+    compared: bool = False
     handed_out: bool = False
     uses: float = 0.0
     last_used: int = 0

@@ -59,10 +59,6 @@ class Call:
     def __init__(self, binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leaves: list[Tensor] = []
         self.spec: Spec = flatten((args, kwargs), self.leaves)
-        for leaf in self.leaves:
-            if leaf.layout is not torch.strided or leaf.is_nested:
-                what = "nested" if leaf.is_nested else str(leaf.layout)
-                raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {what}")
         marks = [
             torch.empty(0) for _ in self.leaves
         ]  # one object may be passed twice, so places are told by marks

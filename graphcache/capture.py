@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from graphcache.cache import Entry, Key
 from graphcache.call import Reading
 from graphcache.callplan import results
-from graphcache.compare import all_close, all_same
+from graphcache.compare import all_close, all_same, close
 from graphcache.errors import CaptureError, Fallback
 from graphcache.facts import Facts, Learner
 from graphcache.graphs import Backend
-from graphcache.padding import allocate, fit, tails
+from graphcache.padding import allocate, fit, head, tails
 from graphcache.preflight import Observation, RandomStates, as_captured, storage_bytes
 from graphcache.reasons import Reason
 from graphcache.signature import Input, flatten
@@ -121,6 +121,33 @@ class Capturer:
                     f"at bucket {bucket} values in padded rows change real results",
                 )
         entry.checked = True
+
+    def compare(self, entry: Entry, facts: Facts, reading: Reading) -> None:
+        """Compare a graph with eager at a call's own sizes, by norm: a branch on the size shows here.
+
+        Raises:
+            Fallback: they differ; the graph must not serve padded calls.
+        """
+        bucket, inputs, sizes = entry.key[1], entry.key[0].inputs, reading.sizes
+        device = self._backend.device
+        real = [tensor.detach().to(device, copy=True) for tensor in reading.call.tensors]
+        entry.filled_for = None
+        fills = facts.fills(len(inputs))
+        for static, spec, tensor, fill in zip(entry.inputs, inputs, real, fills, strict=True):
+            head(static, spec, sizes).copy_(tensor)
+            for refill in tails(static, spec, sizes, bucket, fill):
+                refill()
+        with self._undone(entry.writes):
+            entry.graph.replay()
+            made = results(entry, facts.axes(), sizes)
+            ours = {place: view.clone() for place, view in made.items()}
+        seen = self._learner.observe(reading.call, real)
+        pairs = zip(seen.origins, seen.outputs, strict=True)
+        theirs = {origin.place: leaf for origin, leaf in pairs if origin.kind == "made"}
+        alike = ours.keys() == theirs.keys() and all(close(ours[k], theirs[k]) for k in ours)
+        if not (seen.draws or alike):
+            detail = f"bucket {bucket} gives another result than eager at sizes {sizes}"
+            raise Fallback(Reason.PAD_NOT_NEUTRAL, detail)
 
     def _replay(
         self, entry: Entry, facts: Facts, real: Sequence[int], turned: bool

@@ -75,6 +75,7 @@ class Facts:
         return (
             facts is not None
             and facts.independent
+            and facts.smallest == 1  # the last piece may have one row
             and not (self.draws or self.writes or self.aliases)
         )
 

@@ -85,8 +85,8 @@ class MissPath:
             return SplitPlan(reading, facts, route.dim, route.pieces)
         key = (reading.signature, route.bucket)
         entry = self.store.entry(reading, facts, key, route.why_exact)
-        if route.bucket != reading.sizes:
-            self.store.check_padding(entry, facts)
+        if route.bucket != reading.sizes and not self.knowledge.trusting:
+            self.store.check_padding(entry, facts, reading)
         return self._plan(reading, facts, entry)
 
     def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
@@ -148,7 +148,7 @@ class MissPath:
             self._probe_once(call)
         reading, facts = self._known(self._resized(call, bucket))
         entry = self.store.entry_ahead(reading, facts, (reading.signature, bucket))
-        if not self.buckets.exact and not facts.unpadded(bucket):
+        if not (self.buckets.exact or self.knowledge.trusting or facts.unpadded(bucket)):
             self.store.check_padding(entry, facts)
 
     def _probe_once(self, call: Call) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +30,9 @@ from graphcache.signature import Input
 MAX_CONTROLS = 3
 Garbage = Callable[[Tensor, Tensor, int], Tensor]
 
-_LARGE, _PLAIN = 8.0, 1.0  # garbage in units of the input's own largest magnitude
+_LARGE, _PLAIN = 1e3, 1.0  # garbage in units of the input's largest magnitude, at least 1
+_EXTREMES = (math.nan, math.inf, -math.inf)  # NaN alone passes every comparison unseen
+_ROWS = 8  # at which the independence of rows is tried, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class DimFacts:
     """What the probe found about one dim of one signature.
 
     `fills` maps each input (by position) to the fill that calls must restore; inputs that follow
-    the dim and are not in it are inert: even NaN in their tails leaves the real part alone.
+    the dim and are not in it are inert: even NaN and infinities in their tails leaves the real part alone.
     `controls` are those the result depends on. `axes` tells how each output follows the dim, None
     if it could not be told; `smallest` is 2 for a module whose results have another form at size 1
     (`squeeze()`).
@@ -171,7 +174,9 @@ class Probe:
         ]
         fills = {**{i: self._named.get(self._inputs[i].name, REPEAT) for i in held}, **controls}
         floats = [i for i in followers if i not in fills]
-        if floats and not trial.agree(plain, trial.observe(fills, _not_a_number), axes):
+        if floats and not all(
+            trial.agree(plain, trial.observe(fills, _extreme(value)), axes) for value in _EXTREMES
+        ):
             fills |= dict.fromkeys(floats, REPEAT)
         if not trial.agree(
             plain,
@@ -181,7 +186,7 @@ class Probe:
             raise Fallback(Reason.PAD_NOT_NEUTRAL, "the fill itself changes real results")
         named = {self._inputs[i].name: fill for i, fill in controls.items()}
         apart = not plain.draws and not plain.writes
-        independent = apart and trial.independent(trial.observe(controls, _garbage(-_PLAIN)), axes)
+        independent = apart and trial.independent(controls, axes)
         return DimFacts(True, controls=named, fills=fills, independent=independent)
 
 
@@ -219,19 +224,23 @@ class _DimTrial:
         )
 
     def observe(
-        self, fills: Mapping[int, Fill], garbage: Garbage, turned: Sequence[int] = ()
+        self,
+        fills: Mapping[int, Fill],
+        garbage: Garbage,
+        turned: Sequence[int] = (),
+        bucket: Sequence[int] | None = None,
     ) -> Observation:
         """Run at the padded size, the tails holding their fill, or garbage where they have none.
 
         The inputs `turned` repeat a row that differs from the last.
         """
+        bucket = bucket or self._bucket
         self._last = []
         for i, (spec, leaf) in enumerate(zip(self._inputs, self._leaves, strict=True)):
-            static = allocate(spec, self._bucket)
+            static = allocate(spec, bucket)
             head(static, spec, self._sizes).copy_(leaf)
-            for refill in tails(
-                static, spec, self._sizes, self._bucket, {self._dim: fills.get(i, 0)}
-            ):
+            fill = {self._dim: fills.get(i, 0)}
+            for refill in tails(static, spec, self._sizes, bucket, fill):
                 if i in turned:
                     last = refill.rows.shape[refill.axis] - 1
                     other = _unlike(refill.rows, refill.axis, last) or 0
@@ -299,33 +308,41 @@ class _DimTrial:
             *seen.written,
         ]
 
-    def independent(self, whole: Observation, axes: list[list[OutputAxis]]) -> bool:
-        """Whether rows depend on nothing but themselves: two halves run alone give the rows of the
-        whole.
+    def independent(self, controls: Mapping[int, Fill], axes: list[list[OutputAxis]]) -> bool:
+        """Whether rows depend on nothing but themselves: parts run alone give the rows of the whole.
 
-        The whole is the last padded run, so there are two rows at least, and its rows differ.
-        Outputs without the dim are compared call by call when pieces are joined; those with it must
-        have it once, one row for one.
+        The whole has rows enough, and different ones, to show a change of places; its parts are of
+        unequal size. Outputs with the dim must have it once, one row for one; those without it must
+        be the whole's in each part, and are compared again whenever pieces are joined.
         """
-        if any(len(a) > 1 or any((axis.scale, axis.offset) != (1, 0) for axis in a) for a in axes):
+        plain = (1, 0)
+        if any(len(a) > 1 or any((x.scale, x.offset) != plain for x in a) for a in axes):
             return False
-        total = self._bucket[self._dim]
-        middle = total // 2
-        for start, stop in ((0, middle), (middle, total)):
-            part = self._run([self._rows(i, start, stop) for i in range(len(self._inputs))])
-            wanted = [
-                out.narrow(a[0].axis, start, stop - start) if a else out
-                for out, a in zip(whole.outputs, axes, strict=True)
-            ]
-            still = [k for k, a in enumerate(axes) if not a]
-            moving = [k for k, a in enumerate(axes) if a]
-            if not all_same([part.outputs[k] for k in still], [wanted[k] for k in still]):
-                return False
-            if part.spec != whole.spec or not all_close(
-                [part.outputs[k] for k in moving], [wanted[k] for k in moving]
-            ):
-                return False
-        return True
+        total = max(_ROWS, self._bucket[self._dim])
+        bucket = (*self._bucket[: self._dim], total, *self._bucket[self._dim + 1 :])
+        try:
+            whole = self.observe(controls, _garbage(-_PLAIN), bucket=bucket)
+            middle = total // 2 - 1
+            return all(
+                self._part_alike(whole, axes, start, stop)
+                for start, stop in ((0, middle), (middle, total))
+            )
+        except Fallback:
+            return False  # of more rows than the module takes, or of another form in parts
+
+    def _part_alike(
+        self, whole: Observation, axes: list[list[OutputAxis]], start: int, stop: int
+    ) -> bool:
+        part = self._run([self._rows(i, start, stop) for i in range(len(self._inputs))])
+        if part.spec != whole.spec:
+            return False
+        triples = zip(part.outputs, whole.outputs, axes, strict=True)
+        return all(
+            all_close([ours], [theirs.narrow(a[0].axis, start, stop - start)])
+            if a
+            else all_same([ours], [theirs])
+            for ours, theirs, a in triples
+        )
 
     def _rows(self, i: int, start: int, stop: int) -> Tensor:
         static = self._last[i]
@@ -377,8 +394,9 @@ def _garbage(scale: float) -> Garbage:
         noise = torch.rand(tail.shape, generator=source).to(tail.device)
         if not (real.is_floating_point() or real.is_complex()):
             return _row(real, axis, scale > 0, noise)
-        magnitude = real.abs().nan_to_num(0.0, 0.0, 0.0).amax()
-        unit = torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude))
+        magnitude = real.abs().nan_to_num(0.0, 0.0, 0.0).amax().float()
+        unit = magnitude.clamp(min=1.0) if scale > _PLAIN else magnitude
+        unit = torch.where(unit > 0, unit, torch.ones_like(unit))
         return (scale * unit * (0.5 + noise)).to(tail.dtype).nan_to_num()
 
     return make
@@ -417,7 +435,10 @@ def _telling(leaf: Tensor) -> Tensor:
     return leaf
 
 
-def _not_a_number(real: Tensor, tail: Tensor, axis: int) -> Tensor:
-    if real.is_floating_point() or real.is_complex():
-        return torch.full_like(tail, float("nan"))
-    return _garbage(-_PLAIN)(real, tail, axis)
+def _extreme(value: float) -> Garbage:
+    def make(real: Tensor, tail: Tensor, axis: int) -> Tensor:
+        if real.is_floating_point() or real.is_complex():
+            return torch.full_like(tail, value)
+        return _garbage(-_PLAIN)(real, tail, axis)
+
+    return make

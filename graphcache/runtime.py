@@ -41,6 +41,9 @@ MAX_TRIES = 3
 
 Plan = CallPlan | SplitPlan
 
+# The module itself may refuse the call; then the caller gets its error and not ours.
+_MAYBE_WRONG_INPUTS = frozenset({Reason.CAPTURE_FAILED, Reason.UNSUPPORTED_INPUT})
+
 
 class GraphCache(Delegate):
     """Serve a module's calls by CUDA graphs captured at a few padded sizes; run eagerly, with a
@@ -257,11 +260,12 @@ class GraphCache(Delegate):
         return joined
 
     def _eager(self, fallback: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if fallback.reason is not Reason.CAPTURE_FAILED:
+        suspect = fallback.reason in _MAYBE_WRONG_INPUTS
+        if not suspect:
             self._report(fallback)
         result = self._miss.target(*args, **kwargs)
-        if fallback.reason is Reason.CAPTURE_FAILED:
-            self._report(fallback)  # afterwards: wrong inputs raise what the module raises
+        if suspect:
+            self._report(fallback)
         with self._lock:
             self._ledger.calls += 1
             self._ledger.fell_back(fallback.reason)

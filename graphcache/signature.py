@@ -182,17 +182,10 @@ def _describe(value: Any, leaves: list[Tensor], parts: list[Any]) -> None:
 
 
 def _describe_tensor(leaf: Tensor, parts: list[Any]) -> None:
-    try:
-        parts += (
-            leaf.shape,
-            leaf.stride(),
-            leaf.dtype,
-            leaf.device,
-            leaf.requires_grad,
-            leaf.layout,
-        )
-    except RuntimeError:  # sparse and nested tensors have no strides
-        raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {leaf.layout}") from None
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        what = "nested" if leaf.is_nested else str(leaf.layout)
+        raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {what}")
+    parts += (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
 
 
 # Process-wide settings that choose kernels. A graph keeps the kernels of its capture, so they are

@@ -215,17 +215,25 @@ class GraphStore:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise Fallback(Reason.CAPTURE_FAILED, what) from error
 
-    def check_padding(self, entry: Entry, facts: Facts) -> None:
+    def check_padding(self, entry: Entry, facts: Facts, reading: Reading | None = None) -> None:
         """Before a graph serves its first padded call. One that fails leaves; its bucket is refused.
 
+        Args:
+            entry: the graph.
+            facts: what is known of its signature.
+            reading: the call to compare with eager as well; None ahead of calls.
+
         Raises:
-            Fallback: values in padded rows change real results of this graph.
+            Fallback: padding changes real results of this graph.
         """
-        if entry.checked:
+        if entry.checked and (entry.compared or reading is None):
             return
         try:
             with CAPTURE_LOCK, self._backend.aside(), plain_modes():
                 self._capturer.check(entry, facts)
+                if reading is not None:
+                    self._capturer.compare(entry, facts, reading)
+                    entry.compared = True
         except Fallback as fallback:
             facts.failed[entry.key[1]] = fallback.again()
             del self.graphs[entry.key]

@@ -37,7 +37,6 @@ def plan_of(entry, n, fills=None, axes=None, slots=None, lend=None):
         slots or list(range(count)),
         fills or [{}] * count,
         [ROWS] * len(entry.origins) if axes is None else axes,
-        (n,),
         lend,
     )
 

@@ -262,7 +262,7 @@ READS = {
     "np.asarray": np.asarray,
     "dlpack": lambda x: x.__dlpack__(),
     "np.from_dlpack": np.from_dlpack,
-    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "to_dlpack": lambda x: torch.utils.dlpack.to_dlpack(x),
     "bool": lambda x: bool(x.sum() > 0),
     "float": lambda x: float(x.sum()),
     "int": lambda x: int(x.sum()),
