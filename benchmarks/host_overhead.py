@@ -7,6 +7,8 @@ check on.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from benchmarks.record import host_us, parser, spread, write, yardstick
@@ -24,11 +26,11 @@ def main() -> None:
             expected, got = module(*args, **kwargs), cache(*args, **kwargs)
             torch.testing.assert_close(got, expected)
             ways = {"eager": module, "hand_loop": loop, "graphcache": cache}
-            # a closure per way, timed in turn, so that a drift of the clock falls on all
-            times = {way: [] for way in ways}
-            for _ in range(3):
-                for way, call in ways.items():
-                    times[way] += host_us(lambda call=call: call(*args, **kwargs), rounds=5)
+            calls = {w: functools.partial(call, *args, **kwargs) for w, call in ways.items()}
+            times: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(3):  # in turn, so that a drift of the clock falls on all
+                for way, call in calls.items():
+                    times[way] += host_us(call, rounds=5)
             results[name] = {way: spread(samples) for way, samples in times.items()}
             ratio = results[name]["graphcache"]["median"] / results[name]["hand_loop"]["median"]
             results[name]["ratio"] = round(ratio, 3)

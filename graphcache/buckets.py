@@ -57,7 +57,9 @@ class BucketSet:
         return tuple(max(sizes) for sizes in zip(*self.corners, strict=True))
 
     def smallest_telling(self) -> Bucket:
-        """The smallest corner that is large enough to probe padding at: 8 in each dim that goes so far."""
+        """The smallest corner that is large enough to probe padding at: 8 in each dim that goes so
+        far.
+        """
         wanted = [min(8, size) for size in self.largest()]
         return next((c for c in self.corners if all(map(operator.ge, c, wanted))), self.corners[-1])
 
@@ -178,7 +180,8 @@ def parse_buckets(buckets: Any, dims: tuple[str, ...]) -> BucketSet:
 def _axes_of_grid(grid: Mapping[str, Any], dims: tuple[str, ...]) -> list[list[int]]:
     if set(grid) != set(dims):
         raise BucketError(
-            f"`buckets` names the dims {sorted(map(str, grid))}, `dynamic_shapes` names {sorted(dims)}; "
+            f"`buckets` names the dims {sorted(map(str, grid))}, "
+            f"`dynamic_shapes` names {sorted(dims)}; "
             "they must be the same."
         )
     for dim, sizes in grid.items():
@@ -191,7 +194,8 @@ def _corner(entry: Any, dims: tuple[str, ...]) -> Bucket:
     sizes = tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
     if len(sizes) != len(dims):
         raise BucketError(
-            f"bucket {entry!r} has {len(sizes)} size(s) for the {len(dims)} dynamic dim(s) {', '.join(dims)}; "
+            f"bucket {entry!r} has {len(sizes)} size(s) for the {len(dims)} dynamic dim(s) "
+            f"{', '.join(dims)}; "
             'name every dim in `dynamic_shapes`, e.g. {"x": {0: "batch", 1: "seq"}}.'
         )
     return tuple(_size(size, dim) for size, dim in zip(sizes, dims, strict=True))

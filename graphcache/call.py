@@ -20,7 +20,7 @@ from graphcache.signature import Input, Modes, Node, Signature, Spec, dim_order,
 
 
 class Binder:
-    """Binds calls to forward's parameters, so that a positional and a keyword call read the same."""
+    """Binds calls to forward's parameters: a positional and a keyword call read the same."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
         try:

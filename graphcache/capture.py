@@ -123,7 +123,8 @@ class Capturer:
         entry.checked = True
 
     def compare(self, entry: Entry, facts: Facts, reading: Reading) -> None:
-        """Compare a graph with eager at a call's own sizes, by norm: a branch on the size shows here.
+        """Compare a graph with eager at a call's own sizes, by norm: a branch on the size shows
+        here.
 
         Raises:
             Fallback: they differ; the graph must not serve padded calls.

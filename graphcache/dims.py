@@ -38,7 +38,8 @@ class DynamicDims:
         unknown = [name for name in self._spec if name not in parameters]
         if unknown and not open_ended:
             raise BucketError(
-                f"`dynamic_shapes` names {unknown}, but forward's parameters are {list(parameters)}."
+                f"`dynamic_shapes` names {unknown}, "
+                f"but forward's parameters are {list(parameters)}."
             )
         found = dict.fromkeys(_names(self._spec))
         self.names: tuple[str, ...] = ("batch",) if self.implicit else tuple(found)

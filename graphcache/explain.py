@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 
+_YES_NO = {True: "yes", False: "no"}
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -68,6 +70,6 @@ class ProbeReport:
             controls = ", ".join(f"{k}={v}" for k, v in facts.controls.items()) or "-"
             axes = " ".join(str([a.axis for a in output]) for output in facts.axes or ()) or "-"
             lines.append(
-                f"{name:<10}{padding:<18}{controls:<20}{'yes' if facts.independent else 'no':<18}{axes}"
+                f"{name:<10}{padding:<18}{controls:<20}{_YES_NO[facts.independent]:<18}{axes}"
             )
         return "\n".join(lines)

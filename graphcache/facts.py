@@ -229,7 +229,7 @@ class Learner:
         return _apart(dims)
 
     def _checked(self, call: Call, tensors: list[Tensor]) -> Observation:
-        """A probe's run: errors at another size are an answer about padding, except want of memory."""
+        """A probe's run: errors at another size are an answer, except want of memory."""
         try:
             seen = self.observe(call, tensors)
         except (Fallback, torch.OutOfMemoryError):

@@ -21,8 +21,9 @@ Hazard = tuple[Reason, str]
 # These wait for the device inside their kernels and carry no tag that says so.
 _SYNCHRONISING = frozenset(
     {
-        "aten::_linalg_check_errors", "aten::_linalg_svd", "aten::_linalg_eigh", "aten::_linalg_eigvals",
-        "aten::linalg_eig", "aten::linalg_eigvals", "aten::linalg_lstsq", "aten::is_nonzero", "aten::equal",
+        "aten::_linalg_check_errors", "aten::_linalg_svd", "aten::_linalg_eigh",
+        "aten::_linalg_eigvals", "aten::linalg_eig", "aten::linalg_eigvals", "aten::linalg_lstsq",
+        "aten::is_nonzero", "aten::equal",
         "aten::allclose", "aten::_local_scalar_dense", "aten::item", "aten::is_coalesced",
     }
 )  # fmt: skip

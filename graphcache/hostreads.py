@@ -1,7 +1,9 @@
-"""Reads of a tensor on the host that issue no ATen operation, noticed by standing in for the methods that do them.
+"""Reads of a tensor on the host that issue no ATen operation, noticed by standing in for the
+methods that do them.
 
-A `TorchFunctionMode` would see them too, but its mere presence switches off PyTorch's fast path for transformer layers, so
-that a trial would run other code than eager. The stand-ins act in one thread only and are gone after the run.
+A `TorchFunctionMode` would see them too, but its mere presence switches off PyTorch's fast path for
+transformer layers, so that a trial would run other code than eager. The stand-ins act in one thread
+only and are gone after the run.
 """
 
 from __future__ import annotations

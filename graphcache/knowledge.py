@@ -1,6 +1,8 @@
-"""What is known about a module: its signatures' facts, which arguments follow the batch, examples of its calls.
+"""What is known about a module: its signatures' facts, which arguments follow the batch, examples
+of its calls.
 
-Learns by trial runs when a call needs it. Called under the cache's lock; trials also hold the process's capture lock.
+Learns by trial runs when a call needs it. Called under the cache's lock; trials also hold the
+process's capture lock.
 """
 
 from __future__ import annotations

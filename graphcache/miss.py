@@ -1,7 +1,8 @@
 """The miss path: reads a call that has no plan, and makes the plan, or says why there is none.
 
-Brings the parts together: `watch` (is the module what it was?), `knowledge` (what may be padded?), `route` (which
-bucket?), `store` (is there a graph?). Called under the cache's lock. Whatever stands in the way is a `Fallback`.
+Brings the parts together: `watch` (is the module what it was?), `knowledge` (what may be padded?),
+`route` (which bucket?), `store` (is there a graph?). Called under the cache's lock. Whatever stands
+in the way is a `Fallback`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class MissPath:
         self.dims = DynamicDims(settings.dynamic_shapes, parameters, open_ended)
         if settings.split not in (None, "auto", *self.dims.names):
             raise BucketError(
-                f"`split` is {settings.split!r}; pass 'auto', None or one of {list(self.dims.names)}."
+                f"`split` is {settings.split!r}; "
+                f"pass 'auto', None or one of {list(self.dims.names)}."
             )
         self.buckets = parse_buckets(settings.buckets, self.dims.names)
         self.watch = Watch(module)
@@ -70,7 +72,7 @@ class MissPath:
         )
 
     def circumstances(self, form: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The key of a call's plan: its form, the modes it runs under, and the module's own mode."""
+        """The key of a call's plan: its form, the modes it runs under, the module's own mode."""
         modes = self._modes
         return (form, modes.context(), modes.kernels(), self.watch.state)
 
@@ -98,7 +100,9 @@ class MissPath:
             return CallPlan(entry, reading.sizes, reading.call.slots, fills, axes, lend)
 
     def _routed(self, call: Call) -> tuple[Reading, Facts, Route]:
-        """Read a call, learn what it needs, and choose what serves it. Before padding comes the probe."""
+        """Read a call, learn what it needs, and choose what serves it. Before padding comes the
+        probe.
+        """
         reading, facts = self._known(call)
         bucket = self.buckets.choose(reading.sizes)
         if bucket != reading.sizes and facts.dims is None:
@@ -269,7 +273,7 @@ class MissPath:
         return self._backend
 
     def _choose_backend(self, call: Call) -> None:
-        """Find the module's device at its first call, and after a move; refuse a capturing caller."""
+        """Find the module's device at first and after a move; refuse a capturing caller."""
         if self._backend is None:
             device = _device_of(self._module, call.leaves)
             self._backend = backend_for(device, self._settings.backend)

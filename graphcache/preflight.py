@@ -86,8 +86,9 @@ def as_captured() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_modes() -> Iterator[None]:
-    """Where static memory and views of it are made: no grad, and no inference tensors, which could not be written to
-    outside inference mode."""
+    """Where static memory and views of it are made: no grad, and no inference tensors, which could
+    not be written to outside inference mode.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 

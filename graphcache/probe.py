@@ -32,6 +32,7 @@ Garbage = Callable[[Tensor, Tensor, int], Tensor]
 
 _LARGE, _PLAIN = 1e3, 1.0  # garbage in units of the input's largest magnitude, at least 1
 _EXTREMES = (math.nan, math.inf, -math.inf)  # NaN alone passes every comparison unseen
+_FAINT = 1e-3
 _ROWS = 8  # at which the independence of rows is tried, at least
 
 
@@ -40,10 +41,10 @@ class DimFacts:
     """What the probe found about one dim of one signature.
 
     `fills` maps each input (by position) to the fill that calls must restore; inputs that follow
-    the dim and are not in it are inert: even NaN and infinities in their tails leaves the real part alone.
-    `controls` are those the result depends on. `axes` tells how each output follows the dim, None
-    if it could not be told; `smallest` is 2 for a module whose results have another form at size 1
-    (`squeeze()`).
+    the dim and are not in it are inert: even NaN and infinities in their tails leaves the real part
+    alone. `controls` are those the result depends on. `axes` tells how each output follows the dim,
+    None if it could not be told; `smallest` is 2 for a module whose results have another form at
+    size 1 (`squeeze()`).
     """
 
     neutral: bool
@@ -97,28 +98,46 @@ class Probe:
         try:
             trial = _DimTrial(self._run, self._inputs, self._leaves, dim, small, padded)
             axes = trial.follow(trial.observe({}, _garbage(-_PLAIN)))
-            facts = self._trust(trial) if self._trusting else self._settle(trial, axes)
-            return dataclasses.replace(
-                facts, axes=axes, smallest=1 if trial.holds_at_one(axes) else 2
-            )
+            if self._trusting:
+                facts = self._trust(trial)
+            else:
+                facts = self._settle(self._pair(trial, dim, small, padded), axes)
+            smallest = 1 if trial.holds_at_one(axes) else 2
+            return dataclasses.replace(facts, axes=axes, smallest=smallest)
         except Fallback as refusal:
             return DimFacts(False, refusal.detail, refusal.reason, axes=axes)
+
+    def _pair(
+        self, trial: _DimTrial, dim: int, small: Sequence[int], padded: int
+    ) -> list[_DimTrial]:
+        """The trial, and one more with real rows so small that no row of theirs hides the garbage:
+        what asks for any value above a threshold has its answer from the real rows else.
+        """
+        if not any(map(self._is_float, trial.followers)):
+            return [trial]
+        faint = [leaf * _FAINT if leaf.is_floating_point() else leaf for leaf in self._leaves]
+        return [trial, _DimTrial(self._run, self._inputs, faint, dim, small, padded)]
 
     def _trust(self, trial: _DimTrial) -> DimFacts:
         fills = {i: self._named.get(self._inputs[i].name, REPEAT) for i in trial.followers}
         return DimFacts(True, "not probed", fills=fills, independent=True)
 
-    def _settle(self, trial: _DimTrial, axes: list[list[OutputAxis]]) -> DimFacts:
-        for controls in self._control_sets(trial):
-            plain = trial.observe(controls, _garbage(-_PLAIN))
-            if (
-                trial.agree(plain, trial.observe(controls, _garbage(_LARGE)), axes)
-                and trial.matches_real(plain, axes)
-                and self._steady(trial, controls, plain, axes)
-            ):
-                return self._facts(trial, controls, plain, axes)
-        coupled = Reason.BATCH_COUPLED if trial.leading else Reason.PAD_NOT_NEUTRAL
+    def _settle(self, trials: Sequence[_DimTrial], axes: list[list[OutputAxis]]) -> DimFacts:
+        for controls in self._control_sets(trials[0]):
+            if all(self._neutral(trial, controls, axes) for trial in trials):
+                return self._facts(trials, controls, axes)
+        coupled = Reason.BATCH_COUPLED if trials[0].leading else Reason.PAD_NOT_NEUTRAL
         raise Fallback(coupled, "values in padded rows change real results")
+
+    def _neutral(
+        self, trial: _DimTrial, controls: dict[int, Fill], axes: list[list[OutputAxis]]
+    ) -> bool:
+        plain = trial.observe(controls, _garbage(-_PLAIN))
+        return (
+            trial.agree(plain, trial.observe(controls, _garbage(_LARGE)), axes)
+            and trial.matches_real(plain, axes)
+            and self._steady(trial, controls, plain, axes)
+        )
 
     def _steady(
         self,
@@ -162,32 +181,35 @@ class Probe:
 
     def _facts(
         self,
-        trial: _DimTrial,
+        trials: Sequence[_DimTrial],
         controls: dict[int, Fill],
-        plain: Observation,
         axes: list[list[OutputAxis]],
     ) -> DimFacts:
         # Integers and bools always: what an earlier call left may lie outside this call's values.
-        followers = [i for i in trial.followers if i not in controls]
-        held = [
-            i for i in followers if not self._is_float(i) or self._inputs[i].name in self._named
-        ]
+        trial = trials[0]
+        free = [i for i in trial.followers if i not in controls]
+        held = [i for i in free if not self._is_float(i) or self._inputs[i].name in self._named]
         fills = {**{i: self._named.get(self._inputs[i].name, REPEAT) for i in held}, **controls}
-        floats = [i for i in followers if i not in fills]
-        if floats and not all(
-            trial.agree(plain, trial.observe(fills, _extreme(value)), axes) for value in _EXTREMES
-        ):
+        floats = [i for i in free if i not in fills]
+        if floats and not all(self._inert(t, fills, axes) for t in trials):
             fills |= dict.fromkeys(floats, REPEAT)
-        if not trial.agree(
-            plain,
-            trial.observe({i: fills.get(i, REPEAT) for i in trial.followers}, _garbage(-_PLAIN)),
-            axes,
-        ):
+        plain = trial.observe(controls, _garbage(-_PLAIN))
+        filled = trial.observe({i: fills.get(i, REPEAT) for i in trial.followers}, _garbage(_PLAIN))
+        if not trial.agree(plain, filled, axes):
             raise Fallback(Reason.PAD_NOT_NEUTRAL, "the fill itself changes real results")
         named = {self._inputs[i].name: fill for i, fill in controls.items()}
         apart = not plain.draws and not plain.writes
-        independent = apart and trial.independent(controls, axes)
+        independent = apart and trial.independent(axes)
         return DimFacts(True, controls=named, fills=fills, independent=independent)
+
+    def _inert(
+        self, trial: _DimTrial, fills: Mapping[int, Fill], axes: list[list[OutputAxis]]
+    ) -> bool:
+        """Whether floats that no fill is kept for may hold anything in their tails."""
+        runs = (trial.observe(fills, _extreme(value)) for value in _EXTREMES)
+        first = next(runs)
+        plain = trial.observe(fills, _garbage(-_PLAIN))
+        return trial.agree(first, plain, axes) and all(trial.agree(plain, x, axes) for x in runs)
 
 
 class _DimTrial:
@@ -228,13 +250,12 @@ class _DimTrial:
         fills: Mapping[int, Fill],
         garbage: Garbage,
         turned: Sequence[int] = (),
-        bucket: Sequence[int] | None = None,
     ) -> Observation:
         """Run at the padded size, the tails holding their fill, or garbage where they have none.
 
         The inputs `turned` repeat a row that differs from the last.
         """
-        bucket = bucket or self._bucket
+        bucket = self._bucket
         self._last = []
         for i, (spec, leaf) in enumerate(zip(self._inputs, self._leaves, strict=True)):
             static = allocate(spec, bucket)
@@ -308,20 +329,23 @@ class _DimTrial:
             *seen.written,
         ]
 
-    def independent(self, controls: Mapping[int, Fill], axes: list[list[OutputAxis]]) -> bool:
-        """Whether rows depend on nothing but themselves: parts run alone give the rows of the whole.
+    def independent(self, axes: list[list[OutputAxis]]) -> bool:
+        """Whether rows depend on nothing but themselves: parts run alone give the rows of the
+        whole.
 
-        The whole has rows enough, and different ones, to show a change of places; its parts are of
-        unequal size. Outputs with the dim must have it once, one row for one; those without it must
-        be the whole's in each part, and are compared again whenever pieces are joined.
+        The whole has rows enough, and different ones, to show a change of places, all of them real
+        to the module (a masked row tells nothing); its parts are of unequal size. Outputs with the
+        dim must have it once, one row for one; those without it must be the whole's in each part,
+        and are compared again whenever pieces are joined.
         """
         plain = (1, 0)
         if any(len(a) > 1 or any((x.scale, x.offset) != plain for x in a) for a in axes):
             return False
         total = max(_ROWS, self._bucket[self._dim])
-        bucket = (*self._bucket[: self._dim], total, *self._bucket[self._dim + 1 :])
+        sizes = (*self._sizes[: self._dim], total, *self._sizes[self._dim + 1 :])
+        self._last = [_varied(x, s, sizes) for x, s in zip(self._leaves, self._inputs, strict=True)]
         try:
-            whole = self.observe(controls, _garbage(-_PLAIN), bucket=bucket)
+            whole = self._run([leaf.clone() for leaf in self._last])
             middle = total // 2 - 1
             return all(
                 self._part_alike(whole, axes, start, stop)
@@ -354,6 +378,14 @@ class _DimTrial:
 
 def _placed(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
     return allocate(spec, sizes).copy_(fit(leaf, spec, sizes))
+
+
+def _varied(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
+    """Real rows repeated in turn to `sizes`; floats differ from row to row."""
+    rows = _placed(leaf, spec, sizes)
+    if rows.is_floating_point() or rows.is_complex():
+        rows += _garbage(_PLAIN)(rows, rows, 0)
+    return rows
 
 
 def _line(
@@ -422,7 +454,8 @@ def _unlike(rows: Tensor, axis: int, like: int = 0) -> int | None:
 
 
 def _telling(leaf: Tensor) -> Tensor:
-    """The input to probe with: the call's own, unless it is one value throughout and so hides what it scales.
+    """The input to probe with: the call's own, unless it is one value throughout and so hides what
+    it scales.
 
     Zeros times anything are zeros, and a mask of False keeps nothing.
     """

@@ -358,7 +358,8 @@ class GraphCache(Delegate):
             calls = [self._call(like)] if like is not None else self._miss.knowledge.examples()
             if len(calls) != 1:
                 raise GraphCacheError(
-                    f"static_inputs() knows {len(calls)} forms of call; pass `like`, one call's arguments."
+                    f"static_inputs() knows {len(calls)} forms of call; "
+                    "pass `like`, one call's arguments."
                 )
             try:
                 return self._miss.static_views(
@@ -431,7 +432,9 @@ class GraphCache(Delegate):
 
     @property
     def traffic(self) -> TrafficProfile:
-        """The sizes of the calls so far, a live profile; those that raised or were traced are left out."""
+        """The sizes of the calls so far, a live profile; those that raised or were traced are left
+        out.
+        """
         with self._lock:
             self._settle()
             return self._traffic

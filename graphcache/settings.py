@@ -64,12 +64,14 @@ class Settings:
                 raise GraphCacheError(f"`{name}` is {value!r}; pass an integer of at least 1.")
         if not (self.verify in ("capture", "off") or _is_fraction(self.verify)):
             raise GraphCacheError(
-                f"`verify` is {self.verify!r}; pass 'capture', 'off' or a fraction above 0, at most 1."
+                f"`verify` is {self.verify!r}; "
+                "pass 'capture', 'off' or a fraction above 0, at most 1."
             )
         ratio = self.max_padding_ratio
         if ratio is not None and not (isinstance(ratio, (int, float)) and ratio >= 1):
             raise GraphCacheError(
-                f"`max_padding_ratio` is {self.max_padding_ratio!r}; pass padded / real, at least 1."
+                f"`max_padding_ratio` is {self.max_padding_ratio!r}; "
+                "pass padded / real, at least 1."
             )
         for name, fill in self.fill.items():
             if not (isinstance(fill, (int, float)) or fill == REPEAT):

@@ -279,7 +279,7 @@ class Signature(NamedTuple):
 
 
 def dim_order(leaf: Tensor) -> tuple[int, ...]:
-    """The axes of `leaf` from the largest stride to the smallest; plain order for expanded tensors."""
+    """The axes of `leaf` by falling stride; plain order for expanded tensors."""
     strides, axes = leaf.stride(), range(leaf.dim())
     if any(stride == 0 and size > 1 for stride, size in zip(strides, leaf.shape, strict=True)):
         return tuple(axes)

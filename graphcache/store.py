@@ -1,6 +1,8 @@
-"""Admission, capture and release of graphs: which keys may have one, and what happens when room or memory runs out.
+"""Admission, capture and release of graphs: which keys may have one, and what happens when room or
+memory runs out.
 
-Owns the LRU and its backend's pool. Called under the cache's lock; captures also hold the process's capture lock.
+Owns the LRU and its backend's pool. Called under the cache's lock; captures also hold the process's
+capture lock.
 """
 
 from __future__ import annotations
@@ -216,7 +218,8 @@ class GraphStore:
             raise Fallback(Reason.CAPTURE_FAILED, what) from error
 
     def check_padding(self, entry: Entry, facts: Facts, reading: Reading | None = None) -> None:
-        """Before a graph serves its first padded call. One that fails leaves; its bucket is refused.
+        """Before a graph serves its first padded call. One that fails leaves; its bucket is
+        refused.
 
         Args:
             entry: the graph.

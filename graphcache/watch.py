@@ -160,7 +160,8 @@ def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 class _Slots:
-    """Every place that forward may read a value from: attributes of submodules, and what lies inside them.
+    """Every place that forward may read a value from: attributes of submodules, and what lies
+    inside them.
 
     Lists, dicts and plain objects (a config) are looked into to a depth of `_DEPTH`, each once,
     `_MOST_INSIDE` places at the most, which bounds what a comparison costs.
@@ -213,8 +214,9 @@ def _derived(module: nn.Module) -> set[str]:
 
 
 def _comparable(value: Any) -> Any:
-    """Plain values by type and value; tensors and containers by type (moves and their contents tell them
-    apart); other objects by identity."""
+    """Plain values by type and value; tensors and containers by type (moves and their contents tell
+    them apart); other objects by identity.
+    """
     if type(value) in TENSORS or type(value) in (list, dict):
         return type(value)
     leaves: list[Tensor] = []

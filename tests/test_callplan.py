@@ -177,4 +177,4 @@ def test_results_are_cut_along_their_axes(scale, offset):
 def test_elements_are_counted_for_the_stats():
     """Real and padded, of the dynamic dims."""
     plan = plan_of(entry_of(lambda x: [x * 2], ["x"]), 3)
-    assert (plan.real, plan.padded, plan.bucket, plan.traffic) == (3, 4, (4,), (3,))
+    assert (plan.real, plan.padded, plan.bucket) == (3, 4, (4,))

@@ -49,9 +49,8 @@ class Waits(nn.Module):
         self.inner = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048))
     def forward(self, x):
         y = self.inner(torch.nn.functional.dropout(x, 0.5, training=True))
-        torch.cuda.Event().synchronize() if not broken else torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream().synchronize()
         return y + 1
-broken = True
 module = Waits().cuda()
 x = torch.randn(4096, 2048, device="cuda")
 torch.randn(4, device="cuda")
@@ -68,8 +67,9 @@ def test_a_failed_capture_leaves_stream_generator_grad_mode_and_memory_as_they_w
         with torch.no_grad():
             module(x); torch.cuda.synchronize(); torch.cuda.empty_cache()
             cache = GraphCache(module, buckets=[4096])
-            threading_alive = __import__("threading").Thread(target=__import__("time").sleep, args=(20,), daemon=True)
-            threading_alive.start()  # keeps the process-wide sync check away, so that the capture itself must fail
+            import threading, time
+            # keeps the process-wide sync check away, so that the capture itself must fail
+            threading.Thread(target=time.sleep, args=(20,), daemon=True).start()
             torch.cuda.manual_seed(7); before = torch.cuda.get_rng_state()
             module(x); torch.cuda.synchronize(); torch.cuda.empty_cache()
             reserved, stream = torch.cuda.memory_reserved(), torch.cuda.current_stream()
@@ -201,7 +201,7 @@ def test_threads_with_streams_of_their_own_get_their_own_results():
 
 
 def test_captures_succeed_while_another_thread_waits_and_copies():
-    """Another thread's `.item()`, `.cpu()`, pinning and waits neither fail nor break captures here."""
+    """Another thread's reads, copies, pinning and waits neither fail nor break captures here."""
     stop, errors, turns = threading.Event(), [], []
 
     def busy() -> None:

@@ -176,18 +176,30 @@ def test_a_function_assigned_anew_is_noticed(device: str) -> None:
 
 
 class BySize(nn.Module):
-    """Another formula for more than eight rows."""
+    """Another formula for more than `most` rows."""
+
+    def __init__(self, most: int = 8) -> None:
+        super().__init__()
+        self.most = most
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if len(x) > 8 else x * 3
+        return x * 2 if len(x) > self.most else x * 3
 
 
 def test_a_branch_on_the_size_is_that_of_the_bucket(device: str) -> None:
-    """The probe looks at one bucket; later buckets are only checked for values in padded rows."""
+    """Within a bucket, at sizes below those of the probe and of the bucket's first padded call."""
+    cache = GraphCache(BySize(2).to(device), [16])
+    x = rows(12, device)
+    assert_same(cache(x), cache.module(x))
+    assert differs(cache(x[:2]), cache.module(x[:2]))  # should be equal!
+
+
+def test_a_branch_on_the_size_between_two_buckets_is_found(device: str) -> None:
+    """The first padded call of each bucket is held against eager."""
     cache = GraphCache(BySize().to(device), [4, 16])
     x = rows(5, device)
-    assert_same(cache(x[:3]), cache.module(x[:3]))
-    assert differs(cache(x), cache.module(x))  # should be equal!
+    for n in (3, 5, 3, 5):
+        assert_same(cache(x[:n]), cache.module(x[:n]))
 
 
 def test_a_branch_on_the_size_is_found_by_verify_or_probed_where_it_shows(device: str) -> None:

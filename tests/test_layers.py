@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 ORDER = [
     "__main__", "cli", "demo", "graphcache", "runtime", "miss", "store", "knowledge", "capture",
     "route", "splitting", "explain", "facts", "probe", "callplan", "cache", "graphs", "preflight",
-    "watch", "call", "dims", "shadow", "settings", "report", "tracing", "padding", "hazards",
+    "watch", "call", "dims", "shadow", "settings", "report", "tracing", "padding",
+    "hazards", "hostreads",
     "compare", "signature", "delegate", "planning", "buckets", "stats", "errors", "reasons",
     "version",
 ]  # fmt: skip

@@ -162,13 +162,13 @@ class CudaBackend:
     def poison(self, lent: Tensor) -> None:
         torch._C._set_storage_access_error_msg(
             lent,
-            "this result of a GraphCache with outputs='view' was overwritten by a later call; read it before the next "
-            "call, clone it, or pass outputs='copy'",
+            "this result of a GraphCache with outputs='view' was overwritten by a later call; "
+            "read it before the next call, clone it, or pass outputs='copy'",
         )
 
     def drain(self) -> None:
         if self._last is not None:
-            self._last.synchronize()  # streams are ordered one after the other, so the last one ends last
+            self._last.synchronize()  # streams wait for one another, so the last one ends last
 
     def retire(self, graph: Graph) -> None:
         if _RESET_FREES_WORKSPACES:

@@ -86,7 +86,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _keep_constant(self, constant: Tensor) -> None:
-        """A tensor that the run makes of Python numbers; the run may write to it, so replays renew it."""
+        """A tensor that the run makes of Python numbers; the run may write to it, so replays renew
+        it.
+        """
         with _disable_current_modes():
             value = constant.clone()
         copy = torch.ops.aten.copy_.default

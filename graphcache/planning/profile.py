@@ -67,7 +67,8 @@ class TrafficProfile:
         """
         if other.dims != self.dims:
             raise GraphCacheError(
-                f"cannot merge dims {other.dims} into {self.dims}; record both under the same names."
+                f"cannot merge dims {other.dims} into {self.dims}; "
+                "record both under the same names."
             )
         self._counts.update(other._counts)
 
