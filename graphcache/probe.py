@@ -155,8 +155,9 @@ class Probe:
         ]
         if not repeats:
             return True
-        return all(map(trial.varies, repeats)) and trial.agree(
-            plain, trial.observe(controls, _garbage(-_PLAIN), repeats), axes
+        return all(map(trial.varies, repeats)) and all(
+            trial.agree(plain, trial.observe(controls, _garbage(scale), repeats), axes)
+            for scale in (-_PLAIN, _LARGE)
         )
 
     def _is_float(self, i: int) -> bool:
@@ -381,10 +382,13 @@ def _placed(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
 
 
 def _varied(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
-    """Real rows repeated in turn to `sizes`; floats differ from row to row."""
+    """Real rows repeated in turn to `sizes`; floats between their value and its opposite, since
+    larger ones might all look alike behind a saturating function.
+    """
     rows = _placed(leaf, spec, sizes)
     if rows.is_floating_point() or rows.is_complex():
-        rows += _garbage(_PLAIN)(rows, rows, 0)
+        source = torch.Generator(device="cpu").manual_seed(0)
+        rows *= (2 * torch.rand(rows.shape, generator=source) - 1).to(rows.device, rows.dtype)
     return rows
 
 
