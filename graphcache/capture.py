@@ -71,7 +71,7 @@ class Capturer:
             if spec != seen.spec:
                 raise CaptureError("two runs of the module gave results of different structure")
             made = {
-                o.place: leaf
+                o.place: leaf.resolve_conj().resolve_neg()  # their lazy bits are not in the memory
                 for o, leaf in zip(seen.origins, leaves, strict=True)
                 if o.kind == "made"
             }

@@ -31,7 +31,7 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:

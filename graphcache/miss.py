@@ -7,6 +7,7 @@ in the way is a `Fallback`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -245,7 +246,16 @@ class MissPath:
         watch.refresh()
         if watch.moves != moves:
             self.forget()
-            self._backend = None  # it may lie on another device now
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        """Give up a backend whose device the module is no longer on."""
+        if self._backend is None or self._module is None:
+            return
+        held = (*self._module.parameters(), *self._module.buffers())
+        if any(tensor.device != self._backend.device for tensor in held):
+            self._closing()
+            self._backend = None
 
     def forget(self) -> None:
         self.store.graphs.clear()
@@ -277,6 +287,7 @@ class MissPath:
         if self._backend is None:
             device = _device_of(self._module, call.leaves)
             self._backend = backend_for(device, self._settings.backend)
+            self._closing = weakref.finalize(self, self._backend.close)
             self._modes = Modes(device.type)
             trusting, fill = self.knowledge.trusting, self._settings.fill
             learner = Learner(self.target, self._module, self._backend, fill, trusting)

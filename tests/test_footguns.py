@@ -276,16 +276,16 @@ def test_verify_off_is_right_with_a_mask_and_its_fill(device: str) -> None:
     assert cache.stats().eager == 0
 
 
-def test_padded_rows_draw_random_numbers_too(device: str) -> None:
-    """The generator is further on than eager's would be."""
-    module = nn.Dropout(0.5).train().to(device)
-    cache, x = GraphCache(module, [64]), torch.ones(3, 4, device=device)
+def test_padded_rows_draw_random_numbers_too() -> None:
+    """The generator is further on than eager's would be. On CUDA that depends on the kernel."""
+    module = nn.Dropout(0.5).train()
+    cache, x = GraphCache(module, [64]), torch.ones(3, 4)
     cache(x)
     states = []
     for call in (module, cache):
         torch.manual_seed(1)
         call(x)
-        states.append(torch.rand(64, device=device))
+        states.append(torch.rand(64))
     assert not torch.equal(states[0], states[1])  # should be equal!
 
 

@@ -482,7 +482,12 @@ def test_each_check_passes_on_the_package_as_it_is(check: Check) -> None:
 def test_a_planted_bug_makes_its_check_fail(
     plant: Plant, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an AssertionError of the check or of `_check()`, not by an accident elsewhere."""
+    """By an AssertionError of the check or of `_check()`, not by an accident elsewhere.
+
+    The comparison of a graph's first padded call with eager would answer several of these bugs by
+    running eagerly; it is left out here, so that the bug itself must show.
+    """
+    monkeypatch.setattr(Capturer, "compare", lambda *_: None)
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check()

@@ -406,6 +406,9 @@ class Twin:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.eager = copy.deepcopy(cache.module)
+        for part in self.eager.modules() if isinstance(self.eager, nn.Module) else ():
+            if isinstance(part, nn.RNNBase):
+                part.flatten_parameters()  # a copy's weights lie apart, of which cuDNN warns
         self.extra_pieces = 0
         self._held: list[tuple[Tensor, Tensor]] = []
 

@@ -88,6 +88,11 @@ class Backend(Protocol):
         """Start a new generation: free the pool. The caller has retired every graph."""
         ...
 
+    def close(self) -> None:
+        """The end, when the cache itself is gone: free everything in order, or leave it for later if a
+        capture is under way."""
+        ...
+
     def pool_bytes(self) -> int:
         """Reserved bytes of the pool."""
         ...

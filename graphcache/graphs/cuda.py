@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from graphcache.errors import CaptureError, Fallback
-from graphcache.graphs import Graph
+from graphcache.graphs import CAPTURE_LOCK, Graph
 from graphcache.reasons import Reason
 
 # From 2.12 on, resetting any graph frees the cuBLAS workspaces of its capture stream, whose
@@ -28,6 +28,7 @@ from graphcache.reasons import Reason
 _RESET_FREES_WORKSPACES = torch.__version__ >= "2.12"
 
 _streams: dict[int, torch.cuda.Stream] = {}
+_abandoned: list[CudaBackend] = []  # of caches that are gone, not freed yet
 
 
 class CapturedGraph:
@@ -59,6 +60,7 @@ class CudaBackend:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._raw: int | None = None
         self._last: torch.cuda.Stream | None = None
+        self._live: dict[int, CapturedGraph] = {}
         self._retired: list[Graph] = []
         self._begin_generation()
 
@@ -108,6 +110,7 @@ class CudaBackend:
             torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, run: Callable[[], list[Tensor]]) -> Graph:
+        _bury()
         if self._anchor is None:
             # A pool whose last graph goes cannot be captured into again: the pinned-memory
             # allocator asserts (2.11).
@@ -128,19 +131,24 @@ class CudaBackend:
             raise CaptureError(
                 "nothing was captured; is the module on another device than its inputs?"
             )
-        return CapturedGraph(graph, outputs, self.pool_bytes() - before)
+        captured = CapturedGraph(graph, outputs, self.pool_bytes() - before)
+        self._live[id(captured)] = captured  # so that they go before their pool, see `close`
+        return captured
 
     def _heal(self, graph: torch.cuda.CUDAGraph) -> None:
         """After a failed capture: end it, take the allocator out of the pool, and the generator out
         of capture mode.
 
         Without the last step every later draw on this device raises (measured on torch 2.11); a
-        successful capture of anything resets it.
+        successful capture of anything resets it. A capture that cannot be ended keeps its hold on
+        the pool, which would never be freed.
         """
-        with contextlib.suppress(RuntimeError):
+        try:
             graph.capture_end()
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._index, self._pool.id)
+        except RuntimeError:
+            for let_go in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with contextlib.suppress(RuntimeError):
+                    let_go(self._index, self._pool.id)
         with contextlib.suppress(RuntimeError):
             graph.reset()
         torch.cuda.synchronize(self._index)
@@ -171,6 +179,7 @@ class CudaBackend:
             self._last.synchronize()  # streams wait for one another, so the last one ends last
 
     def retire(self, graph: Graph) -> None:
+        self._live.pop(id(graph), None)
         if _RESET_FREES_WORKSPACES:
             self._retired.append(graph)
         else:
@@ -186,8 +195,41 @@ class CudaBackend:
         self._begin_generation()  # drops the old pool, which returns its memory to the allocator
         torch.cuda.empty_cache()
 
+    def close(self) -> None:
+        """Called by the finalizer of a cache, perhaps by the garbage collector in the midst of
+        anything. Left to itself the collector would free a pool before its graphs, or a graph
+        during another one's capture."""
+        _abandoned.append(self)
+        _bury()
+
+    def _free(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._index)
+        for graph in [*self._live.values(), *self._retired, *filter(None, [self._anchor])]:
+            with contextlib.suppress(RuntimeError):
+                graph.reset()
+        self._live.clear()
+        self._retired.clear()
+        self._anchor = self._pool = None
+
     def pool_bytes(self) -> int:
         return sum(segment["total_size"] for segment in self._pool.snapshot())
+
+
+def _bury() -> None:
+    """Free what is abandoned, unless a capture is under way; then the start of the next one does.
+
+    Never waits for the lock: the collector may run this in a thread that another one waits for.
+    """
+    if not _abandoned or torch.cuda.is_current_stream_capturing():
+        return
+    if not CAPTURE_LOCK.acquire(blocking=False):
+        return
+    try:
+        while _abandoned:
+            _abandoned.pop()._free()
+    finally:
+        CAPTURE_LOCK.release()
 
 
 def _over(tensor: Tensor) -> Tensor:

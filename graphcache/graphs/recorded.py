@@ -168,6 +168,9 @@ class RecordedBackend:
     def flush(self) -> None:
         self._live.clear()
 
+    def close(self) -> None:
+        pass  # ordinary memory, freed as its last reference goes
+
     def pool_bytes(self) -> int:
         return sum(self._live.values())
 
