@@ -311,8 +311,8 @@ def hooks_not_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 def probe_trusts_everything(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Probe, trial: Any, axes: Any) -> DimFacts:
-        return self._trust(trial)
+    def settle(self: Probe, trials: Any, axes: Any) -> DimFacts:
+        return self._trust(trials[0])
 
     patch.setattr(Probe, "_settle", settle)
     without_the_check_of_the_graph(patch)

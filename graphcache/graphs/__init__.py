@@ -89,8 +89,9 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """The end, when the cache itself is gone: free everything in order, or leave it for later if a
-        capture is under way."""
+        """The end, when the cache itself is gone: free everything in order, or leave it for later
+        if a capture is under way.
+        """
         ...
 
     def pool_bytes(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphcache.errors import CaptureError, Fallback
+from graphcache.errors import Fallback
 from graphcache.graphs import CAPTURE_LOCK, Graph
 from graphcache.reasons import Reason
 
@@ -65,7 +65,8 @@ class CudaBackend:
         self._begin_generation()
 
     def _begin_generation(self) -> None:
-        self._pool: Any = torch.cuda.MemPool()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._pool_bytes = 0
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = (
             _own_stream(self._index) if _RESET_FREES_WORKSPACES else _shared_stream(self._index)
@@ -114,24 +115,21 @@ class CudaBackend:
         if self._anchor is None:
             # A pool whose last graph goes cannot be captured into again: the pinned-memory
             # allocator asserts (2.11).
-            self._anchor = self._trivial_graph(pool=self._pool.id)
-        graph = torch.cuda.CUDAGraph()
-        before = self.pool_bytes()
-        with _no_garbage_collection():
-            try:
-                # thread_local: another thread may allocate, copy or wait meanwhile without failing
-                # this capture
-                graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
+            self._anchor = self._trivial_graph(pool=self._pool)
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(self._index)
+        try:
+            with _no_garbage_collection():
+                # thread_local: another thread may allocate, copy or wait without failing this
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 outputs = run()
                 graph.capture_end()
-            except BaseException:
-                self._heal(graph)
-                raise
-        if not outputs and self.pool_bytes() == before:
-            raise CaptureError(
-                "nothing was captured; is the module on another device than its inputs?"
-            )
-        captured = CapturedGraph(graph, outputs, self.pool_bytes() - before)
+        except BaseException:
+            self._heal(graph)
+            raise
+        finally:
+            growth = max(0, torch.cuda.memory_reserved(self._index) - before)
+            self._pool_bytes += growth
+        captured = CapturedGraph(graph, outputs, growth)
         self._live[id(captured)] = captured  # so that they go before their pool, see `close`
         return captured
 
@@ -148,7 +146,7 @@ class CudaBackend:
         except RuntimeError:
             for let_go in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
                 with contextlib.suppress(RuntimeError):
-                    let_go(self._index, self._pool.id)
+                    let_go(self._index, self._pool)
         with contextlib.suppress(RuntimeError):
             graph.reset()
         torch.cuda.synchronize(self._index)
@@ -205,15 +203,21 @@ class CudaBackend:
     def _free(self) -> None:
         with contextlib.suppress(RuntimeError):
             torch.cuda.synchronize(self._index)
-        for graph in [*self._live.values(), *self._retired, *filter(None, [self._anchor])]:
-            with contextlib.suppress(RuntimeError):
-                graph.reset()
+        for graph in (*self._live.values(), *self._retired, self._anchor):
+            if graph is not None:
+                with contextlib.suppress(RuntimeError):
+                    graph.reset()
         self._live.clear()
         self._retired.clear()
-        self._anchor = self._pool = None
+        self._anchor = None
 
     def pool_bytes(self) -> int:
-        return sum(segment["total_size"] for segment in self._pool.snapshot())
+        """What reserved memory grew by during this generation's captures.
+
+        Not read from `torch.cuda.memory_snapshot(pool)`: some hundred calls of that ended in a
+        segmentation fault (torch 2.11), which leaving out the calls, and only that, cured.
+        """
+        return self._pool_bytes
 
 
 def _bury() -> None:
