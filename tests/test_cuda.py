@@ -327,7 +327,7 @@ def test_graph_bytes_are_the_allocator_s_segments_and_the_static_inputs():
 
 
 def test_hundreds_of_caches_come_and_go():
-    """Caches that are dropped without `reset()`, by the collector or at once, take nothing along."""
+    """Caches dropped without `reset()`, by the collector or at once, leave nothing behind."""
     out = in_a_process(
         """
         import gc, torch
