@@ -74,8 +74,7 @@ class MissPath:
 
     def circumstances(self, form: tuple[Any, ...]) -> tuple[Any, ...]:
         """The key of a call's plan: its form, the modes it runs under, the module's own mode."""
-        modes = self._modes
-        return (form, modes.context(), modes.kernels(), self.watch.state)
+        return (form, self._modes.everything(), self.watch.state)
 
     def decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | SplitPlan:
         """The plan of a call that has none, capturing its bucket if that is due.

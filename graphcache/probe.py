@@ -134,7 +134,10 @@ class Probe:
     ) -> bool:
         plain = trial.observe(controls, _garbage(-_PLAIN))
         return (
-            trial.agree(plain, trial.observe(controls, _garbage(_LARGE)), axes)
+            all(
+                trial.agree(plain, trial.observe(controls, _garbage(scale)), axes)
+                for scale in (_LARGE, -_LARGE)
+            )
             and trial.matches_real(plain, axes)
             and self._steady(trial, controls, plain, axes)
         )
@@ -344,16 +347,24 @@ class _DimTrial:
             return False
         total = max(_ROWS, self._bucket[self._dim])
         sizes = (*self._sizes[: self._dim], total, *self._sizes[self._dim + 1 :])
-        self._last = [_varied(x, s, sizes) for x, s in zip(self._leaves, self._inputs, strict=True)]
+        pairs = list(zip(self._leaves, self._inputs, strict=True))
+        even = [_varied(leaf, spec, sizes) for leaf, spec in pairs]
+        middle = total // 2 - 1
+        uneven = [
+            _weighted(x, s, self._dim, middle) for x, s in zip(even, self._inputs, strict=True)
+        ]
         try:
-            whole = self._run([leaf.clone() for leaf in self._last])
-            middle = total // 2 - 1
-            return all(
-                self._part_alike(whole, axes, start, stop)
-                for start, stop in ((0, middle), (middle, total))
-            )
+            return all(self._apart(rows, axes, middle, total) for rows in (even, uneven))
         except Fallback:
             return False  # of more rows than the module takes, or of another form in parts
+
+    def _apart(
+        self, rows: list[Tensor], axes: list[list[OutputAxis]], middle: int, total: int
+    ) -> bool:
+        self._last = rows
+        whole = self._run([leaf.clone() for leaf in rows])
+        parts = ((0, middle), (middle, total))
+        return all(self._part_alike(whole, axes, start, stop) for start, stop in parts)
 
     def _part_alike(
         self, whole: Observation, axes: list[list[OutputAxis]], start: int, stop: int
@@ -389,6 +400,20 @@ def _varied(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
     if rows.is_floating_point() or rows.is_complex():
         source = torch.Generator(device="cpu").manual_seed(0)
         rows *= (2 * torch.rand(rows.shape, generator=source) - 1).to(rows.device, rows.dtype)
+    return rows
+
+
+def _weighted(rows: Tensor, spec: Input, dim: int, middle: int) -> Tensor:
+    """The same with faint floats up to `middle` and large ones from there: what asks for any value
+    above a threshold then answers otherwise in the first part alone.
+    """
+    if not (rows.is_floating_point() or rows.is_complex()):
+        return rows
+    rows = rows.clone()
+    for axis, d in spec.axes:
+        if d == dim:
+            rows.narrow(axis, 0, middle).mul_(_FAINT)
+            rows.narrow(axis, middle, rows.shape[axis] - middle).mul_(_LARGE)
     return rows
 
 
@@ -431,7 +456,7 @@ def _garbage(scale: float) -> Garbage:
         if not (real.is_floating_point() or real.is_complex()):
             return _row(real, axis, scale > 0, noise)
         magnitude = real.abs().nan_to_num(0.0, 0.0, 0.0).amax().float()
-        unit = magnitude.clamp(min=1.0) if scale > _PLAIN else magnitude
+        unit = magnitude.clamp(min=1.0) if abs(scale) > _PLAIN else magnitude
         unit = torch.where(unit > 0, unit, torch.ones_like(unit))
         return (scale * unit * (0.5 + noise)).to(tail.dtype).nan_to_num()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -161,31 +162,26 @@ def call_key(
     Raises:
         Fallback: `unsupported-input`.
     """
-    parts: list[Any] = []
+    parts: list[Any] = [len(args)]
     for value in args:
         _describe(value, leaves, parts)
     for name, value in kwargs.items():
         parts.append(name)
         _describe(value, leaves, parts)
-    return (len(args), *parts)
+    return tuple(parts)
 
 
 def _describe(value: Any, leaves: list[Tensor], parts: list[Any]) -> None:
+    first = len(leaves)
     if type(value) in TENSORS:
         leaves.append(value)
-        _describe_tensor(value, parts)
-        return
-    first = len(leaves)
-    parts.append(flatten(value, leaves))
+    else:
+        parts.append(flatten(value, leaves))
     for leaf in leaves[first:]:
-        _describe_tensor(leaf, parts)
-
-
-def _describe_tensor(leaf: Tensor, parts: list[Any]) -> None:
-    if leaf.layout is not torch.strided or leaf.is_nested:
-        what = "nested" if leaf.is_nested else str(leaf.layout)
-        raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {what}")
-    parts += (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            what = "nested" if leaf.is_nested else str(leaf.layout)
+            raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {what}")
+        parts += (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
 
 
 # Process-wide settings that choose kernels. A graph keeps the kernels of its capture, so they are
@@ -193,7 +189,6 @@ def _describe_tensor(leaf: Tensor, parts: list[Any]) -> None:
 _KERNEL_FLAGS = (
     "get_default_dtype",
     "_get_deterministic_algorithms",
-    "_get_deterministic_algorithms_warn_only",
     "_get_cudnn_benchmark",
     "_get_cudnn_deterministic",
     "_get_flash_sdp_enabled",
@@ -213,7 +208,7 @@ def _getters(names: Sequence[str]) -> list[Callable[[], Any]]:
 
 class Modes:
     """Reads the settings of the thread and of the process that a call runs under, for one type of
-    device.
+    device. In C loops, since the hit path reads them at each call.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -222,27 +217,33 @@ class Modes:
         backend = _FP32_BACKEND.get(device_type, "generic")
         self._kernels: list[Callable[[], Any]] = [
             *_getters(_KERNEL_FLAGS),
-            *(functools.partial(precision, backend, operation) for operation in ("matmul", "conv")),
+            *(functools.partial(precision, backend, what) for what in ("matmul", "conv")),
         ]
-        self._context: list[Callable[[], Any]] = [
-            *_getters(_CONTEXT),
-            torch._C._functorch.peek_interpreter_stack,
-        ]
+        context = [*_getters(_CONTEXT), torch._C._functorch.peek_interpreter_stack]
         if device_type == "cuda":
-            self._context.append(torch._C._cuda_isCurrentStreamCapturing)
+            context.append(torch._C._cuda_isCurrentStreamCapturing)
+        self._all = [*self._kernels, *context]
 
     def kernels(self) -> tuple[Any, ...]:
         """What chooses kernels: part of every signature."""
-        flags = [get() for get in self._kernels]
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(self._device_type):
-            flags.append(torch.get_autocast_dtype(self._device_type))
-        if torch._C._len_torch_function_stack():  # torch.device("...") as a context is such a mode
-            flags += (torch.get_default_device(), *map(type, _get_current_function_mode_stack()))
-        return tuple(flags)
+        return (*map(operator.call, self._kernels), *self._scoped())
 
-    def context(self) -> tuple[Any, ...]:
-        """What decides whether a graph may serve at all: grad mode, tracing, capturing."""
-        return tuple([get() for get in self._context])
+    def everything(self) -> tuple[Any, ...]:
+        """That, and what decides whether a graph may serve at all: grad, tracing, capturing."""
+        flags = tuple(map(operator.call, self._all))
+        if torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
+            return (*flags, *self._scoped())
+        return flags
+
+    def _scoped(self) -> list[Any]:
+        """The settings of a `with`: autocast, and `torch.device("...")`, a function mode."""
+        found: list[Any] = []
+        if torch.is_autocast_enabled(self._device_type):
+            found.append(torch.get_autocast_dtype(self._device_type))
+        if torch._C._len_torch_function_stack():
+            stack = _get_current_function_mode_stack()
+            found += (torch.get_default_device(), *map(type, stack))
+        return found
 
 
 class Input(NamedTuple):
