@@ -45,9 +45,9 @@ class Capturer:
         args, kwargs = reading.call.arguments_with(statics)
         target = self._learner.target
         if self._backend.device.type == "cuda":
-            with self._undone(seen.writes), as_captured():
+            with self._undone(seen), as_captured():
                 target(*args, **kwargs)  # outside all modes: compilation and workspaces happen here
-            with self._undone(seen.writes), as_captured():
+            with self._undone(seen), as_captured():
                 self._backend.check(lambda: target(*args, **kwargs))
         return self._capture(lambda: target(*args, **kwargs), statics, key, seen)
 
@@ -81,24 +81,25 @@ class Capturer:
             )
             return list(made.values())
 
-        with self._undone(seen.writes):
+        with self._undone(seen):
             graph = self._backend.capture(captured)
         nbytes = graph.nbytes + sum(static.untyped_storage().nbytes() for static in statics)
         parts = (key, graph, statics, seen.spec, seen.origins, state, seen.writes, seen.draws)
         return Entry(*parts, nbytes=nbytes)
 
     @contextlib.contextmanager
-    def _undone(self, writes: Sequence[Tensor]) -> Iterator[None]:
+    def _undone(self, seen: Observation | Entry) -> Iterator[None]:
         """Undo what a run outside the observer does to state, by what the preflight saw it do."""
         attributes, generators = Attributes(self._module), RandomStates(self._backend.device)
-        kept = [(storage_bytes(tensor), storage_bytes(tensor).clone()) for tensor in writes]
+        kept = [(storage_bytes(tensor), storage_bytes(tensor).clone()) for tensor in seen.writes]
         try:
             yield
         finally:
             for live, before in kept:
                 live.copy_(before)
             attributes.restore()
-            generators.restore()
+            if seen.draws:
+                generators.restore()
 
     def check(self, entry: Entry, facts: Facts) -> None:
         """Replay with different values beside the real rows; the real rows must not move by a bit.
@@ -110,16 +111,13 @@ class Capturer:
         bucket = entry.key[1]
         real = _half(bucket, facts)
         if real != bucket and not entry.checked:
-            first, second, again = (
-                self._replay(entry, facts, real, turned) for turned in (False, True, True)
-            )
-            if not all_same(first, second) and (
-                all_same(second, again) or not all_close(first, second)
-            ):
-                raise Fallback(
-                    Reason.PAD_NOT_NEUTRAL,
-                    f"at bucket {bucket} values in padded rows change real results",
-                )
+            with _statics_kept(entry):
+                turns = (False, True, True)
+                first, second, again = (self._replay(entry, facts, real, turn) for turn in turns)
+            steady = all_same(second, again)
+            if not (all_same(first, second) or (not steady and all_close(first, second))):
+                detail = f"at bucket {bucket} values in padded rows change real results"
+                raise Fallback(Reason.PAD_NOT_NEUTRAL, detail)
         entry.checked = True
 
     def compare(self, entry: Entry, facts: Facts, reading: Reading) -> None:
@@ -132,13 +130,12 @@ class Capturer:
         bucket, inputs, sizes = entry.key[1], entry.key[0].inputs, reading.sizes
         device = self._backend.device
         real = [tensor.detach().to(device, copy=True) for tensor in reading.call.tensors]
-        entry.filled_for = None
         fills = facts.fills(len(inputs))
-        for static, spec, tensor, fill in zip(entry.inputs, inputs, real, fills, strict=True):
-            head(static, spec, sizes).copy_(tensor)
-            for refill in tails(static, spec, sizes, bucket, fill):
-                refill()
-        with self._undone(entry.writes):
+        with _statics_kept(entry), self._undone(entry):
+            for static, spec, tensor, fill in zip(entry.inputs, inputs, real, fills, strict=True):
+                head(static, spec, sizes).copy_(tensor)
+                for refill in tails(static, spec, sizes, bucket, fill):
+                    refill()
             entry.graph.replay()
             made = results(entry, facts.axes(), sizes)
             ours = {place: view.clone() for place, view in made.items()}
@@ -154,19 +151,30 @@ class Capturer:
         self, entry: Entry, facts: Facts, real: Sequence[int], turned: bool
     ) -> list[Tensor]:
         bucket, inputs = entry.key[1], entry.key[0].inputs
-        entry.filled_for = None
         for static, spec, fill in zip(entry.inputs, inputs, facts.fills(len(inputs)), strict=True):
             if turned:
                 _turn(static, spec, real, bucket)
             for refill in tails(static, spec, real, bucket, fill):
                 refill()
-        with self._undone(entry.writes):
+        with self._undone(entry):
             entry.graph.replay()
             made = results(entry, facts.axes(), real)
             return [
                 *(view.clone() for view in made.values()),
                 *(storage_bytes(t).clone() for t in entry.writes),
             ]
+
+
+@contextlib.contextmanager
+def _statics_kept(entry: Entry) -> Iterator[None]:
+    """Put the static inputs back: the caller may have been handed them, and may be passing them."""
+    kept = [static.clone() for static in entry.inputs]
+    entry.filled_for = None
+    try:
+        yield
+    finally:
+        for static, before in zip(entry.inputs, kept, strict=True):
+            static.copy_(before)
 
 
 def _turn(static: Tensor, spec: Input, real: Sequence[int], bucket: Sequence[int]) -> None:

@@ -65,6 +65,13 @@ class Delegate(nn.Module):
             self._inner._apply(fn, recurse)
         return self
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the inner module in place, as `nn.Module.compile` does; the cache itself is not
+        code to compile.
+        """
+        if self._inner is not None:
+            self._inner.compile(*args, **kwargs)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return (
             super().state_dict(*args, **kwargs)

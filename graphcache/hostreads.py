@@ -1,19 +1,21 @@
-"""Reads of a tensor on the host that issue no ATen operation, noticed by standing in for the
-methods that do them.
+"""What a forward does on the host without an ATen operation, noticed by stand-ins for the functions
+that do it: reads of a tensor, waits for the device, draws and seeds that a replay would leave out.
 
-A `TorchFunctionMode` would see them too, but its mere presence switches off PyTorch's fast path for
-transformer layers, so that a trial would run other code than eager. The stand-ins act in one thread
-only and are gone after the run.
+A `TorchFunctionMode` would see some of them too, but its mere presence switches off PyTorch's fast
+path for transformer layers, so that a trial would run other code than eager. The stand-ins act in
+one thread only and are gone after the run. A function that was imported by name escapes them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphcache.reasons import Reason
@@ -32,7 +34,29 @@ _READS = (
     (torch, "to_dlpack", Reason.HOST_COPY, "torch.to_dlpack()"),
     (torch.utils.dlpack, "to_dlpack", Reason.HOST_COPY, "torch.utils.dlpack.to_dlpack()"),
     (torch.cuda, "synchronize", Reason.HOST_SYNC, "torch.cuda.synchronize()"),
+    (torch, "manual_seed", Reason.GENERATOR, "torch.manual_seed()"),
+    (torch.random, "manual_seed", Reason.GENERATOR, "torch.random.manual_seed()"),
+    (torch.cuda, "manual_seed", Reason.GENERATOR, "torch.cuda.manual_seed()"),
+    (torch.cuda, "manual_seed_all", Reason.GENERATOR, "torch.cuda.manual_seed_all()"),
 )
+
+
+def _draws(owner: Any, example: Any) -> list[tuple[Any, str, Reason, str]]:
+    """The functions of a module that draw from, or seed, the one generator behind `example`.
+
+    Not those that put a state back: the code that torch.compile makes calls them, and by themselves
+    they change no number.
+    """
+    shared = example.__self__
+    return [
+        (owner, name, Reason.GENERATOR, f"{owner.__name__}.{name}()")
+        for name in dir(owner)
+        if getattr(getattr(owner, name), "__self__", None) is shared
+        and not name.endswith(("getstate", "get_state", "setstate", "set_state"))
+    ]
+
+
+_DRAWS = (*_draws(random, random.random), *_draws(np.random, np.random.rand))
 _FACTORIES = ("tensor", "as_tensor", "asarray")
 
 
@@ -41,7 +65,7 @@ def noticing_host_reads(note: Note) -> Iterator[None]:
     """Tell `note` of each host read of this thread; what it raises stops the read."""
     me = threading.get_ident()
     with contextlib.ExitStack() as stack:
-        for owner, name, reason, text in _READS:
+        for owner, name, reason, text in (*_READS, *_DRAWS):
             always = functools.partial(_always, reason, text)
             stack.enter_context(_standing_in(owner, name, always, note, me))
         stack.enter_context(_standing_in(torch.Tensor, "to", _to_the_cpu, note, me))

@@ -20,7 +20,7 @@ from graphcache.call import Binder, Call, Reading, differences
 from graphcache.callplan import CallPlan
 from graphcache.capture import Capturer
 from graphcache.dims import DynamicDims
-from graphcache.errors import BucketError, Fallback
+from graphcache.errors import BucketError, Fallback, GraphCacheError
 from graphcache.explain import Explanation, ProbeReport
 from graphcache.facts import Facts, Learner
 from graphcache.graphs import Backend, backend_for
@@ -35,7 +35,7 @@ from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger
 from graphcache.store import GraphStore
 from graphcache.tracing import refuse_capturing, refuse_tracing
-from graphcache.watch import Watch, refuse_hooks
+from graphcache.watch import Watch, refuse_hooks, refuse_lazy
 
 _MIN_GRAPHS = 32
 
@@ -59,6 +59,11 @@ class MissPath:
             raise BucketError(
                 f"`split` is {settings.split!r}; "
                 f"pass 'auto', None or one of {list(self.dims.names)}."
+            )
+        strange = [name for name in settings.fill if name.split(".")[0] not in parameters]
+        if strange and not open_ended:
+            raise GraphCacheError(
+                f"`fill` names {strange}; forward's parameters are {list(parameters)}."
             )
         self.buckets = parse_buckets(settings.buckets, self.dims.names)
         self.watch = Watch(module)
@@ -116,6 +121,7 @@ class MissPath:
         self.catch_up()
         self._refuse_grad(call)
         refuse_hooks(self.watch)
+        refuse_lazy(self.watch)
         self._choose_backend(call)
         reading = self.knowledge.read(call)
         self.sizes_read = reading.traffic

@@ -10,11 +10,12 @@ check, and would be refused for it).
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +30,7 @@ from graphcache.hazards import operation_hazard, written_tensors
 from graphcache.hostreads import noticing_host_reads
 from graphcache.reasons import Reason
 from graphcache.signature import Spec, flatten
-from graphcache.watch import Attributes
+from graphcache.watch import Attributes, tree
 
 _INTERNAL_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _ASKED = "is_current_stream_capturing"
@@ -110,52 +111,87 @@ def _answering_yes() -> Iterator[None]:
             setattr(place, _ASKED, original)
 
 
-@dataclass(slots=True)
 class RandomStates:
-    """Every generator that a module may draw from unasked: torch's defaults, `random`,
-    `numpy.random`.
+    """The generators that a module may draw from unasked, torch's defaults, `random` and
+    `numpy.random`, and those that it holds itself.
+
+    Python's and NumPy's are compared only while no other thread lives that may be drawing from them
+    at the same time (`alone`); else the stand-ins of `hostreads` tell.
     """
 
-    device: torch.device
-    torch_state: list[Tensor] = field(init=False)
-    python: Any = field(init=False)
-    numpy: Any = field(init=False)
+    def __init__(
+        self, device: torch.device, module: nn.Module | None = None, alone: bool | None = None
+    ) -> None:
+        self._device = device
+        self._torch = self._torch_states()
+        self._alone = threading.active_count() == 1 if alone is None else alone
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._held = list(_held_generators(module))
 
-    def __post_init__(self) -> None:
-        self.torch_state = self._torch()
-        self.python, self.numpy = random.getstate(), np.random.get_state()
-
-    def _torch(self) -> list[Tensor]:
+    def _torch_states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
-        return (
-            [*states, torch.cuda.get_rng_state(self.device)]
-            if self.device.type == "cuda"
-            else states
-        )
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
 
     def drawn(self) -> bool:
         """Whether the device's default generator has moved on."""
-        return not torch.equal(self.torch_state[-1], self._torch()[-1])
+        return not torch.equal(self._torch[-1], self._torch_states()[-1])
 
-    def drawn_elsewhere(self) -> str | None:
-        """A generator that has moved on and that a graph would freeze."""
+    def drawn_elsewhere(self, observed: bool) -> str | None:
+        """A generator that has moved on and that a graph would freeze.
+
+        Args:
+            observed: the run was seen to draw from one of torch's generators.
+        """
         state: Any = np.random.get_state()
-        if random.getstate() != self.python:
+        before: Any = self._numpy
+        if any(not _equal(get(), kept) for get, _, kept in self._held):
+            return "a generator of its own"
+        if self._alone and random.getstate() != self._python:
             return "Python's `random`"
-        if state[2] != self.numpy[2] or not np.array_equal(state[1], self.numpy[1]):
+        if self._alone and (state[2] != before[2] or not np.array_equal(state[1], before[1])):
             return "`numpy.random`"
-        if self.device.type == "cuda" and not torch.equal(
-            self.torch_state[0], torch.get_rng_state()
-        ):
+        on_cpu = observed and self._device.type == "cuda"
+        if on_cpu and not torch.equal(self._torch[0], torch.get_rng_state()):
             return "the CPU's default generator"
         return None
 
-    def restore(self) -> None:
-        torch.set_rng_state(self.torch_state[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(self.torch_state[1], self.device)
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+    def restore(self, observed: bool = True, python: bool = False) -> None:
+        """Put back what moved; torch's own only if the run was seen to draw, since other threads'
+        draws would be given out again."""
+        if observed:
+            torch.set_rng_state(self._torch[0])
+            if self._device.type == "cuda":
+                torch.cuda.set_rng_state(self._torch[1], self._device)
+        if self._alone or python:
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+        for _, put, kept in self._held:
+            put(kept)
+
+
+Held = tuple[Callable[[], Any], Callable[[Any], object], Any]
+
+
+def _held_generators(module: nn.Module | None) -> Iterator[Held]:
+    """How to read and to put back each generator that a module holds, and its state."""
+    for submodule in tree(module):
+        for value in vars(submodule).values():
+            if isinstance(value, random.Random):
+                yield value.getstate, value.setstate, value.getstate()
+            elif isinstance(value, torch.Generator):
+                yield value.get_state, value.set_state, value.get_state()
+            elif isinstance(value, np.random.RandomState):
+                yield value.get_state, value.set_state, value.get_state()
+            elif isinstance(value, np.random.Generator):
+                bits = value.bit_generator
+                put = functools.partial(setattr, bits, "state")
+                yield functools.partial(getattr, bits, "state"), put, bits.state
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    return torch.equal(ours, theirs) if isinstance(ours, Tensor) else repr(ours) == repr(theirs)
 
 
 class Observer(TorchDispatchMode):
@@ -167,6 +203,8 @@ class Observer(TorchDispatchMode):
         super().__init__()
         self.hazard: Fallback | None = None
         self.operations = 0
+        self.drew = False
+        self.python_drew = False
         self.reads: dict[int, Tensor] = {}
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs = {storage_id(tensor): tensor for tensor in inputs}
@@ -175,6 +213,7 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.operations += 1
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         tensors = _tensors((args, kwargs))
         self._look(func, args, kwargs, tensors)
         if not func.name().startswith("aten::lift"):  # how a new torch.tensor(...) announces itself
@@ -221,6 +260,7 @@ class Observer(TorchDispatchMode):
 
     def note(self, reason: Reason, what: str) -> None:
         """Keep the first hazard, with the user's source line."""
+        self.python_drew = self.python_drew or reason is Reason.GENERATOR
         if self.hazard is None:
             self.hazard = Fallback(reason, f"{what} at {user_line()}")
 
@@ -249,7 +289,7 @@ def observe(
     Raises:
         Fallback: `unsupported-output`; anything that `run` raises passes through, after the undo.
     """
-    attributes, generators = Attributes(module), RandomStates(device)
+    attributes, generators = Attributes(module), RandomStates(device, module)
     observer = Observer(inputs)
     outputs: list[Tensor] = []
     try:
@@ -258,11 +298,12 @@ def observe(
                 result = run()
             spec = flatten(result, outputs, Reason.UNSUPPORTED_OUTPUT)
             _refuse_layouts(outputs)
-        draws, elsewhere = generators.drawn(), generators.drawn_elsewhere()
+        draws = observer.drew and generators.drawn()
+        elsewhere = generators.drawn_elsewhere(observer.drew)
     finally:
         written = observer.undo()
         changed = attributes.restore()
-        generators.restore()
+        generators.restore(observer.drew, observer.python_drew)
     if elsewhere is not None:
         observer.hazard = observer.hazard or Fallback(
             Reason.GENERATOR, f"forward draws from {elsewhere}"

@@ -34,15 +34,14 @@ class FallbackReport:
 
     def __call__(self, fallback: Fallback) -> None:
         reason = fallback.reason
-        text = f"{self._name} runs eagerly: {reason}: {fallback.detail or reason.phrase}"
+        why = f"{fallback.detail} ({reason.phrase})" if fallback.detail else reason.phrase
+        text = f"{self._name} runs eagerly: {reason}: {why}"
         if self._policy == "raise" and reason not in QUIET:
             kind = CaptureError if reason is Reason.CAPTURE_FAILED else GraphCacheError
-            raise kind(f"{text}. ({reason.phrase})") from fallback
+            raise kind(f"{text}.") from fallback
         if (reason, fallback.detail) in self._seen or len(self._seen) >= _MAX_SEEN:
             return
         self._seen.add((reason, fallback.detail))
-        logger.log(
-            logging.INFO if reason in QUIET else logging.WARNING, "%s (%s)", text, reason.phrase
-        )
+        logger.log(logging.INFO if reason in QUIET else logging.WARNING, "%s", text)
         if self._policy == "warn" and reason not in QUIET:
             warnings.warn(text, RuntimeWarning, stacklevel=4)

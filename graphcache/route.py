@@ -73,5 +73,5 @@ def _split(
     )
     asked = ", ".join(f"{d}={n}" for d, n in zip(buckets.dims, sizes, strict=True))
     raise Fallback(
-        Reason.OVER_MAX, f"no bucket holds {asked}; the largest sizes are {largest}. Add a bucket."
+        Reason.OVER_MAX, f"no bucket holds {asked}; the largest sizes are {largest}; add a bucket"
     )

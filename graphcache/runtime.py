@@ -142,7 +142,9 @@ class GraphCache(Delegate):
             compile=compile,
         )
         owner = getattr(module, "__self__", module)
-        inner = owner if isinstance(owner, nn.Module) else None
+        inner: nn.Module | None = owner if isinstance(owner, nn.Module) else None
+        if isinstance(owner, torch.jit.ScriptModule):
+            inner = None  # it keeps its state out of reach
         super().__init__(inner)
         own = self.__dict__
         own["_wrapped"], own["_settings"] = module, settings
@@ -249,6 +251,10 @@ class GraphCache(Delegate):
                 self._report(fallback)
                 results.append(self._miss.target(*args, **kwargs))
                 self._ledger.fell_back(fallback.reason)
+            except BaseException:
+                self._settle()
+                self._ledger.take_back(before)
+                raise
         try:
             joined = plan.join(results)
         except Fallback:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree
 
@@ -208,7 +208,7 @@ def _getters(names: Sequence[str]) -> list[Callable[[], Any]]:
 
 class Modes:
     """Reads the settings of the thread and of the process that a call runs under, for one type of
-    device. In C loops, since the hit path reads them at each call.
+    device. The hit path reads them at each call.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -219,18 +219,22 @@ class Modes:
             *_getters(_KERNEL_FLAGS),
             *(functools.partial(precision, backend, what) for what in ("matmul", "conv")),
         ]
-        context = [*_getters(_CONTEXT), torch._C._functorch.peek_interpreter_stack]
+        context: list[Callable[[], Any]] = [
+            *_getters(_CONTEXT),
+            torch._C._functorch.peek_interpreter_stack,
+            functools.partial(getattr, forward_ad, "_current_level"),
+        ]
         if device_type == "cuda":
             context.append(torch._C._cuda_isCurrentStreamCapturing)
         self._all = [*self._kernels, *context]
 
     def kernels(self) -> tuple[Any, ...]:
         """What chooses kernels: part of every signature."""
-        return (*map(operator.call, self._kernels), *self._scoped())
+        return (*(get() for get in self._kernels), *self._scoped())
 
     def everything(self) -> tuple[Any, ...]:
         """That, and what decides whether a graph may serve at all: grad, tracing, capturing."""
-        flags = tuple(map(operator.call, self._all))
+        flags: tuple[Any, ...] = tuple([get() for get in self._all])
         if torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
             return (*flags, *self._scoped())
         return flags

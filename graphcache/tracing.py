@@ -5,6 +5,7 @@ graph.
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -20,6 +21,8 @@ def refuse_tracing() -> None:
         raise Fallback(Reason.TRACING, "a dispatch mode is active")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise Fallback(Reason.TRACING, "inside a functorch transform")
+    if forward_ad._current_level >= 0:
+        raise Fallback(Reason.TRACING, "inside a level of forward-mode differentiation")
     if torch._C._get_tracing_state() is not None:
         raise Fallback(Reason.TRACING, "inside torch.jit.trace")
     if torch._C._len_torch_function_stack():

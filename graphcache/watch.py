@@ -13,15 +13,19 @@ Python object lives as long as the storage does).
 
 from __future__ import annotations
 
+import copy
 import itertools
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import getitem, is_
 from typing import Any
 
+import numpy as np
 from cachetools import LRUCache
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -68,7 +72,9 @@ class Watch:
         self._holders = [holder for holder, _, _ in slots.places]
         self._names = [name for _, name, _ in slots.places]
         self._values = [value for _, _, value in slots.places]
-        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        held = [value for value in self._values if isinstance(value, Tensor)]
+        self._tensors = [tensor for tensor in held if not is_lazy(tensor)]
+        self.lazy = len(self._tensors) < len(held)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._containers = slots.containers
         self._length = sum(map(len, self._containers))
@@ -199,7 +205,7 @@ class _Slots:
 
 def _opened(value: Any) -> Any:
     """What to look into of an attribute's value: a list, a dict, or an object's own dict."""
-    if type(value) in (list, dict):
+    if isinstance(value, (list, dict)):
         return value
     code = (type, nn.Module, Tensor, types.FunctionType, types.MethodType, types.ModuleType)
     if isinstance(value, code) or type(value).__module__.startswith(("torch.", "torch._")):
@@ -234,18 +240,25 @@ def _recorded(module: nn.Module, kind: str) -> bool:
 
 
 class Attributes:
-    """A shallow snapshot of what every submodule holds, to tell and undo that a trial run changed
-    it.
+    """A snapshot of what every submodule holds, and of lists, dicts, sets, objects and arrays
+    inside, to tell and undo that a trial run changed it. The values of tensors are the observer's
+    to undo.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
-        self._taken: list[tuple[Any, Any, set[str]]] = []
-        for submodule in tree(module):
-            derived = _derived(submodule)
-            for holder in _holders(submodule):
-                self._taken.append((holder, dict(holder), derived))
-                values = (value for value in holder.values() if type(value) in (list, dict, set))
-                self._taken += [(value, value.copy(), set()) for value in values]
+        modules = list(tree(module))
+        slots = _Slots(modules)
+        derived = {id(vars(submodule)): _derived(submodule) for submodule in modules}
+        values = [value for _, _, value in slots.places]
+        inner = [value for value in values if type(value) in (set, deque)]
+        self._taken = [
+            (live, copy.copy(live), derived.get(id(live), set()))
+            for live in (*slots.containers, *inner)
+        ]
+        self._tensors = [
+            (t, t.detach(), _place(t)) for t in values if type(t) in TENSORS and not is_lazy(t)
+        ]
+        self._arrays = [(a, a.copy()) for a in values if isinstance(a, np.ndarray)]
 
     def restore(self) -> bool:
         """Put everything back; True if something had changed that no recorded hook computes."""
@@ -254,8 +267,25 @@ class Attributes:
             if not _alike(live, kept):
                 changed = changed or not _alike(_without(live, derived), _without(kept, derived))
                 live.clear()
-                live.extend(kept) if isinstance(live, list) else live.update(kept)
+                live.extend(kept) if isinstance(live, (list, deque)) else live.update(kept)
+        for tensor, kept, place in self._tensors:
+            if _place(tensor) != place:  # `.data =` and `set_` change an object's memory
+                changed = True
+                tensor.data = kept
+        for array, kept in self._arrays:
+            if not np.array_equal(array, kept, equal_nan=array.dtype.kind in "fc"):
+                changed = True
+                np.copyto(array, kept)
         return changed
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether a parameter waits for the first call to learn its shape."""
+    return isinstance(value, (UninitializedParameter, UninitializedBuffer))
 
 
 def _without(container: Any, names: set[str]) -> Any:
@@ -267,10 +297,17 @@ def _alike(live: Any, kept: Any) -> bool:
         return False
     if isinstance(live, dict):
         return all(map(is_, live.values(), kept.values())) and all(map(is_, live, kept))
-    return all(map(is_, live, kept)) if isinstance(live, list) else bool(live == kept)
+    ordered = isinstance(live, (list, deque))
+    return all(map(is_, live, kept)) if ordered else bool(live == kept)
 
 
 def refuse_hooks(watch: Watch) -> None:
     """Raise the `hooks` fallback if a replay would skip a hook."""
     if watch.hooked is not None:
         raise Fallback(Reason.HOOKS, f"{watch.hooked} has forward hooks")
+
+
+def refuse_lazy(watch: Watch) -> None:
+    """Raise the `state-written` fallback while parameters wait for their first call."""
+    if watch.lazy:
+        raise Fallback(Reason.STATE_WRITTEN, "this call gives lazy parameters their shape")

@@ -303,16 +303,16 @@ class TestCapturing:
 class TestRandomStates:
     def test_each_source_is_named(self):
         """Python's, numpy's; none if nothing moved."""
-        states = RandomStates(CPU)
-        assert states.drawn_elsewhere() is None
+        states = RandomStates(CPU, alone=True)
+        assert states.drawn_elsewhere(observed=False) is None
         assert not states.drawn()
         random.random()
-        assert states.drawn_elsewhere() == "Python's `random`"
+        assert states.drawn_elsewhere(observed=False) == "Python's `random`"
         states.restore()
         np.random.rand()
-        assert states.drawn_elsewhere() == "`numpy.random`"
+        assert states.drawn_elsewhere(observed=False) == "`numpy.random`"
         states.restore()
-        assert states.drawn_elsewhere() is None
+        assert states.drawn_elsewhere(observed=False) is None
         torch.rand(1)
         assert states.drawn()
         states.restore()

@@ -1,0 +1,116 @@
+"""What the probe fills padded rows with, and the rows it probes with: values that would show in a
+real result.
+
+All of it is seeded, so that two runs differ in what is meant to differ only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from graphcache.padding import allocate, fit
+from graphcache.signature import Input
+
+#: Makes a tail from the real rows, the tail to fill, and the axis it continues.
+Garbage = Callable[[Tensor, Tensor, int], Tensor]
+
+LARGE, PLAIN = 1e3, 1.0  # in units of the input's largest magnitude; the large ones at least 1e3
+FAINT = 1e-3
+EXTREMES = (math.nan, math.inf, -math.inf)  # NaN alone passes every comparison unseen
+
+
+def garbage(scale: float) -> Garbage:
+    """Finite values of one sign for floats; for integers and bools one real row, another one for
+    the other sign. Seeded.
+
+    Rows are taken whole, since each column may index a table of its own. Where all real rows are
+    equal, any index between 0 and the real one is in range as well.
+    """
+
+    def make(real: Tensor, tail: Tensor, axis: int) -> Tensor:
+        source = torch.Generator(device="cpu").manual_seed(int(abs(scale)))
+        noise = torch.rand(tail.shape, generator=source).to(tail.device)
+        if not (real.is_floating_point() or real.is_complex()):
+            return _row(real, axis, scale > 0, noise)
+        magnitude = real.abs().nan_to_num(0.0, 0.0, 0.0).amax().float()
+        unit = magnitude.clamp(min=1.0) if abs(scale) > PLAIN else magnitude
+        unit = torch.where(unit > 0, unit, torch.ones_like(unit))
+        return (scale * unit * (0.5 + noise)).to(tail.dtype).nan_to_num()
+
+    return make
+
+
+def _row(real: Tensor, axis: int, other: bool, noise: Tensor) -> Tensor:
+    first = real.narrow(axis, 0, 1)
+    if not other:
+        return first.expand(noise.shape)
+    second = unlike(real, axis)
+    if second is not None:
+        return real.narrow(axis, second, 1).expand(noise.shape)
+    if real.dtype is torch.bool:
+        return first.logical_not().expand(noise.shape)
+    return torch.where(first > 0, ((first + 1) * noise.double()).floor().to(real.dtype), first)
+
+
+def unlike(rows: Tensor, axis: int, like: int = 0) -> int | None:
+    """The first row along `axis` that differs from row `like`, if any does."""
+    differs = (rows != rows.narrow(axis, like, 1)).movedim(axis, 0)
+    found = differs.reshape(differs.shape[0], -1).any(1).nonzero()
+    return int(found[0]) if len(found) else None
+
+
+def telling(leaf: Tensor) -> Tensor:
+    """The input to probe with: the call's own, unless it is one value throughout and so hides what
+    it scales.
+
+    Zeros times anything are zeros, and a mask of False keeps nothing.
+    """
+    if leaf.numel() < 2 or not bool((leaf == leaf.flatten()[0]).all()):
+        return leaf
+    if leaf.is_floating_point() or leaf.is_complex():
+        return garbage(PLAIN)(leaf, leaf, 0)
+    if leaf.dtype is torch.bool and not bool(leaf.any()):
+        return (torch.arange(leaf.numel(), device=leaf.device) % 2 == 0).reshape(leaf.shape)
+    return leaf
+
+
+def extreme(value: float) -> Garbage:
+    def make(real: Tensor, tail: Tensor, axis: int) -> Tensor:
+        if real.is_floating_point() or real.is_complex():
+            return torch.full_like(tail, value)
+        return garbage(-PLAIN)(real, tail, axis)
+
+    return make
+
+
+def placed(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
+    return allocate(spec, sizes).copy_(fit(leaf, spec, sizes))
+
+
+def varied(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
+    """Real rows repeated in turn to `sizes`; floats between their value and its opposite, since
+    larger ones might all look alike behind a saturating function.
+    """
+    rows = placed(leaf, spec, sizes)
+    if rows.is_floating_point() or rows.is_complex():
+        source = torch.Generator(device="cpu").manual_seed(0)
+        rows *= (2 * torch.rand(rows.shape, generator=source) - 1).to(rows.device, rows.dtype)
+    return rows
+
+
+def weighted(rows: Tensor, spec: Input, dim: int, middle: int) -> Tensor:
+    """The same with faint floats up to `middle` and large ones from there: what asks for any value
+    above a threshold then answers otherwise in the first part alone.
+    """
+    if not (rows.is_floating_point() or rows.is_complex()):
+        return rows
+    rows = rows.clone()
+    for axis, d in spec.axes:
+        if d == dim:
+            rows.narrow(axis, 0, middle).mul_(FAINT)
+            rows.narrow(axis, middle, rows.shape[axis] - middle).mul_(LARGE)
+    return rows
