@@ -97,6 +97,7 @@ class MissPath:
         return self._plan(reading, facts, entry)
 
     def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
+        _refuse_gaps(reading, entry)
         fills = facts.fills(len(reading.signature.inputs))
         lend = self.backend.lend if self._settings.outputs == "view" else None
         padded = entry.key[1] != reading.sizes
@@ -300,6 +301,18 @@ class MissPath:
             self.store.attach(self._backend, Capturer(learner, self._module, self._backend))
         if self._backend.device.type == "cuda":
             refuse_capturing()
+
+
+def _refuse_gaps(reading: Reading, entry: Entry) -> None:
+    """Refuse to return an input that has gaps or overlaps as it is: `contiguous()` gives a dense
+    static input back, and makes a copy of the caller's.
+    """
+    for origin in entry.origins:
+        if origin.kind == "input":
+            given = reading.call.tensors[origin.place]
+            if torch.empty_like(given).stride() != given.stride():
+                detail = f"{reading.paths[origin.place]}, which is not dense, may be returned"
+                raise Fallback(Reason.UNSUPPORTED_OUTPUT, detail)
 
 
 def _forward_of(wrapped: Callable[..., Any]) -> Callable[..., Any]:

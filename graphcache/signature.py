@@ -163,25 +163,32 @@ def call_key(
         Fallback: `unsupported-input`.
     """
     parts: list[Any] = [len(args)]
-    for value in args:
-        _describe(value, leaves, parts)
-    for name, value in kwargs.items():
-        parts.append(name)
-        _describe(value, leaves, parts)
+    try:
+        for value in args:
+            _describe(value, leaves, parts)
+        for name, value in kwargs.items():
+            parts.append(name)
+            _describe(value, leaves, parts)
+    except RuntimeError:  # of tensors without sizes or strides
+        raise Fallback(Reason.UNSUPPORTED_INPUT, "a nested or sparse tensor") from None
     return tuple(parts)
 
 
 def _describe(value: Any, leaves: list[Tensor], parts: list[Any]) -> None:
-    first = len(leaves)
     if type(value) in TENSORS:
         leaves.append(value)
-    else:
-        parts.append(flatten(value, leaves))
+        parts += _form(value)
+        return
+    first = len(leaves)
+    parts.append(flatten(value, leaves))
     for leaf in leaves[first:]:
-        if leaf.layout is not torch.strided or leaf.is_nested:
-            what = "nested" if leaf.is_nested else str(leaf.layout)
-            raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {what}")
-        parts += (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        parts += _form(leaf)
+
+
+def _form(leaf: Tensor) -> tuple[Any, ...]:
+    if leaf.layout is not torch.strided:
+        raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {leaf.layout}")
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
 
 
 # Process-wide settings that choose kernels. A graph keeps the kernels of its capture, so they are
