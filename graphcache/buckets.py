@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from graphcache.errors import BucketError
-
-Bucket = tuple[int, ...]
+from graphcache.stats import Bucket
 
 MAX_PIECES = 16
 

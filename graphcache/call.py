@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,9 +64,7 @@ class Call:
         ]  # one object may be passed twice, so places are told by marks
         marked: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(self.spec, iter(marks))
         found: list[Tensor] = []
-        arguments = flatten(binder.bind(*marked), found)
-        assert isinstance(arguments, Node)
-        self.arguments = arguments
+        self.arguments = cast(Node, flatten(binder.bind(*marked), found))  # of a dict, so a node
         places = {id(mark): slot for slot, mark in enumerate(marks)}
         self.slots = [places[id(mark)] for mark in found]
         self.tensors = [self.leaves[slot] for slot in self.slots]

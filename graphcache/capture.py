@@ -181,15 +181,12 @@ def _turn(static: Tensor, spec: Input, real: Sequence[int], bucket: Sequence[int
     """Other values in the tails: the first real row for integers, which stays in range, and its
     opposite for floats.
     """
-    sign = -2 if static.is_floating_point() or static.is_complex() else 1
     for axis, dim in reversed(spec.axes):
         if real[dim] < bucket[dim]:
+            row = static.narrow(axis, 0, 1)
+            floats = static.is_floating_point() or static.is_complex()
             tail = static.narrow(axis, real[dim], bucket[dim] - real[dim])
-            tail.copy_(
-                (
-                    static.narrow(axis, 0, 1) * sign if sign != 1 else static.narrow(axis, 0, 1)
-                ).expand_as(tail)
-            )
+            tail.copy_(-2 * row if floats else row)
 
 
 def _half(bucket: Sequence[int], facts: Facts) -> tuple[int, ...]:

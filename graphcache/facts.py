@@ -43,9 +43,7 @@ class Facts:
         if self.dims is None:
             return frozenset()
         if any(size < d.smallest for size, d in zip(sizes, self.dims, strict=True)):
-            return frozenset(
-                range(len(self.dims))
-            )  # another form of result, whose axes are not known
+            return frozenset(range(len(self.dims)))  # results of another form, axes unknown
         return frozenset(i for i, d in enumerate(self.dims) if not d.neutral)
 
     def why_unpadded(self, dim: int) -> Fallback:

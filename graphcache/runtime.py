@@ -242,28 +242,24 @@ class GraphCache(Delegate):
     def _in_pieces(self, plan: SplitPlan, leaves: list[Tensor]) -> Any:
         self._settle()
         before = self._ledger.served_so_far()
-        results = []
-        for piece in plan.pieces:
-            args, kwargs = plan.cut(leaves, piece)
-            try:
-                results.append(self._serve(args, kwargs, whole=False))
-            except Fallback as fallback:
-                self._report(fallback)
-                results.append(self._miss.target(*args, **kwargs))
-                self._ledger.fell_back(fallback.reason)
-            except BaseException:
-                self._settle()
-                self._ledger.take_back(before)
-                raise
         try:
-            joined = plan.join(results)
-        except Fallback:
+            joined = plan.join([self._piece(*plan.cut(leaves, piece)) for piece in plan.pieces])
+        except BaseException:
             self._settle()
             self._ledger.take_back(before)  # those pieces served nobody
             raise
         self._ledger.splits += 1
         plan.calls += 1
         return joined
+
+    def _piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._serve(args, kwargs, whole=False)
+        except Fallback as fallback:
+            self._report(fallback)
+            result = self._miss.target(*args, **kwargs)
+            self._ledger.fell_back(fallback.reason)
+            return result
 
     def _eager(self, fallback: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         suspect = fallback.reason in _MAYBE_WRONG_INPUTS
@@ -281,7 +277,10 @@ class GraphCache(Delegate):
 
     def _compare(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with self._lock:
-            plan = self._plan(args, kwargs, [])
+            try:
+                plan = self._plan(args, kwargs, [])
+            except Fallback:  # another thread took the graph away meanwhile
+                return
             if isinstance(plan, SplitPlan) or plan.entry.writes or plan.entry.draws:
                 return
             mismatch = self._shadow.run(self._miss.target, result, args, kwargs)

@@ -89,15 +89,15 @@ class Ledger:
         self.padded_elements += padded * count
         self.per_bucket[bucket] += count
 
-    def served_so_far(self) -> Ledger:
-        """A copy, to come back to."""
-        return copy.deepcopy(self)
+    def served_so_far(self) -> dict[str, Any]:
+        """The counters of pieces, to come back to."""
+        return {name: copy.copy(getattr(self, name)) for name in _PIECES}
 
-    def take_back(self, before: Ledger) -> None:
+    def take_back(self, before: dict[str, Any]) -> None:
         """Uncount the pieces served since `before`; their captures stay, as made ahead of use."""
-        self.warmup_captures += self.captures - before.captures
-        for name in _PIECES:
-            setattr(self, name, getattr(before, name))
+        self.warmup_captures += self.captures - before["captures"]
+        for name, count in before.items():
+            setattr(self, name, count)
 
     def fell_back(self, reason: Reason) -> None:
         self.eager += 1

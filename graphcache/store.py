@@ -169,7 +169,7 @@ class GraphStore:
     def _within_budget(self, reading: Reading, facts: Facts, key: Key) -> Entry:
         """Capture; if that goes over `max_bytes`, start a new generation with this graph alone.
 
-        One graph's reset returns little of a shared pool (390 -> 388 MiB measured), so the whole
+        One graph's reset returns next to nothing of a shared pool, so the whole
         pool goes. Hot keys come back at their next use.
         """
         entry = self._build(reading, facts, key)

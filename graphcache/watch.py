@@ -126,7 +126,7 @@ class Watch:
     def same(self) -> bool:
         """Whether everything is as at the last refresh: identities, addresses, and no hook added.
 
-        Costs about 60 ns a slot, in C loops only; no synchronisation.
+        In C loops only, a few steps for each place; no synchronisation.
         """
         try:
             held = all(map(is_, map(getitem, self._holders, self._names), self._values))

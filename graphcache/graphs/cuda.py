@@ -34,8 +34,9 @@ _abandoned: list[CudaBackend] = []  # of caches that are gone, not freed yet
 class CapturedGraph:
     """A `torch.cuda.CUDAGraph` with its static outputs, which are not kept alive in the pool.
 
-    Not keeping them lets later captures use their memory: 220 MiB reserved where 390 were, for six
-    graphs of ResNet-50 (H200, torch 2.11). They are read through tensors over the same addresses.
+    Not keeping them lets later captures use their memory: six graphs of ResNet-50 add 232 MiB
+    (H200, torch 2.11, benchmarks/results/memory.json). They are read through tensors over the same
+    addresses.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[Tensor], nbytes: int) -> None:
@@ -85,9 +86,11 @@ class CudaBackend:
         self.enter()
         current = torch.cuda.current_stream(self._index)
         self._stream.wait_stream(current)
-        with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.device(self._index), torch.cuda.stream(self._stream):
+                yield
+        finally:  # what failed may have read the caller's tensors all the same
+            current.wait_stream(self._stream)
 
     def check(self, run: Callable[[], object]) -> None:
         """Uses the sync-debug mode, which is process-wide: only while no other Python thread could
@@ -98,9 +101,7 @@ class CudaBackend:
         before = torch.cuda.get_sync_debug_mode()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore"
-                )  # it warns of being a prototype, an error under -W error
+                warnings.simplefilter("ignore")  # of being a prototype; an error under -W error
                 torch.cuda.set_sync_debug_mode("error")
             run()
         except RuntimeError as error:
