@@ -28,9 +28,9 @@ def main() -> None:
             ways = {"eager": module, "hand_loop": loop, "graphcache": cache}
             calls = {w: functools.partial(call, *args, **kwargs) for w, call in ways.items()}
             times: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(3):  # in turn, so that a drift of the clock falls on all
+            for _ in range(15):  # in turn, so that a drift of the clock falls on all
                 for way, call in calls.items():
-                    times[way] += host_us(call, rounds=5)
+                    times[way] += host_us(call, rounds=1)
             results[name] = {way: spread(samples) for way, samples in times.items()}
             ratio = results[name]["graphcache"]["median"] / results[name]["hand_loop"]["median"]
             results[name]["ratio"] = round(ratio, 3)

@@ -123,6 +123,12 @@ class GraphLRU(Cache[Key, Entry]):
     def victim(self) -> Entry | None:
         return min(self.entries(), key=lambda entry: entry.last_used, default=None)
 
+    def touch(self, entry: Entry) -> None:
+        """Note a use of an entry; the hit path's."""
+        self.tick += 1
+        entry.last_used = self.tick
+        entry.uses += 1
+
     def count_use(self, key: Key) -> int:
         """Count one use of a key that has no graph; returns its uses so far, aged."""
         self._age()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphcache.cache import Entry
+from graphcache.graphs import Backend
 from graphcache.padding import Fill, OutputAxis, cut, head, tails, volume
 from graphcache.signature import LEAF, unflatten
 
@@ -27,7 +28,8 @@ class CallPlan:
         fills: for each input, the fill by dim of what must be restored beside the real rows.
         axes: for each result, how its axes follow the dims; empty if they are not known, for exact
             sizes.
-        lend: hands out a static output without a copy (outputs="view"); None copies.
+        backend: what the graph was captured by; orders the caller's stream.
+        lends: hand out the static outputs themselves (outputs="view"), not copies.
     """
 
     def __init__(
@@ -37,7 +39,8 @@ class CallPlan:
         slots: Sequence[int],
         fills: Sequence[Mapping[int, Fill]],
         axes: Axes,
-        lend: Callable[[Tensor], Tensor] | None,
+        backend: Backend,
+        lends: bool,
     ) -> None:
         signature, bucket = entry.key
         specs = signature.inputs
@@ -46,7 +49,7 @@ class CallPlan:
         self.hits = 0  # pieces served, not yet in the ledger
         self.calls = 0  # whole calls of these sizes, not yet in the traffic profile
         self.traffic: tuple[int, ...] = ()
-        self.lends = lend is not None
+        self.lends = lends
         self.real, self.padded = volume(sizes), volume(bucket)
         placed = sorted(zip(slots, entry.inputs, specs, strict=True), key=lambda item: item[0])
         self.heads = [head(static, spec, sizes) for _, static, spec in placed]
@@ -67,7 +70,8 @@ class CallPlan:
             cut(t, a, sizes) if t is not None else None
             for t, a in zip(entry.state, cuts, strict=True)
         ]
-        self._give: Callable[[Tensor], Tensor] = Tensor.clone if lend is None else lend
+        self._enter = backend.enter
+        self._give: Callable[[Tensor], Tensor] = backend.lend if lends else Tensor.clone
 
     def fill(self, leaves: Sequence[Tensor]) -> None:
         """Copy the call's tensors into the static inputs, and restore fills that another call left
@@ -88,9 +92,10 @@ class CallPlan:
             entry.filled_for = self
 
     def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Fill, replay, and copy the static outputs out before another graph of the pool may
-        overwrite them.
+        """Order the stream, fill, replay, and copy the static outputs out before another graph of
+        the pool may overwrite them.
         """
+        self._enter()
         self.fill(leaves)
         self.entry.graph.replay()
         return [self._give(view) for view in self.views]

@@ -49,7 +49,6 @@ class MissPath:
         module: nn.Module | None,
         settings: Settings,
         ledger: Ledger,
-        forget: Callable[[Entry], None],
     ) -> None:
         self.target = torch.compile(wrapped, dynamic=True) if settings.compile else wrapped
         self.binder = Binder(_forward_of(wrapped))
@@ -68,18 +67,14 @@ class MissPath:
         self.buckets = parse_buckets(settings.buckets, self.dims.names)
         self.watch = Watch(module)
         self.knowledge = Knowledge(self.dims, self.buckets.exact, settings, self.watch)
-        self.store = GraphStore(self._max_graphs(settings), settings, ledger, forget)
+        self.store = GraphStore(self._max_graphs(settings), settings, ledger)
         self._module = module
         self._settings = settings
         self._backend: Backend | None = None
-        self._modes = Modes("cpu")
+        self.modes = Modes("cpu")
         self.sizes_read: tuple[int, ...] | None = (
             None  # of the call last looked at, for the traffic
         )
-
-    def circumstances(self, form: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The key of a call's plan: its form, the modes it runs under, the module's own mode."""
-        return (form, self._modes.everything(), self.watch.state)
 
     def decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | SplitPlan:
         """The plan of a call that has none, capturing its bucket if that is due.
@@ -99,11 +94,13 @@ class MissPath:
     def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         _refuse_gaps(reading, entry)
         fills = facts.fills(len(reading.signature.inputs))
-        lend = self.backend.lend if self._settings.outputs == "view" else None
+        lends = self._settings.outputs == "view"
         padded = entry.key[1] != reading.sizes
         axes = facts.axes() if padded else []  # nothing to cut, whatever form the results have
         with plain_modes():
-            return CallPlan(entry, reading.sizes, reading.call.slots, fills, axes, lend)
+            return CallPlan(
+                entry, reading.sizes, reading.call.slots, fills, axes, self.backend, lends
+            )
 
     def _routed(self, call: Call) -> tuple[Reading, Facts, Route]:
         """Read a call, learn what it needs, and choose what serves it. Before padding comes the
@@ -294,7 +291,7 @@ class MissPath:
             device = _device_of(self._module, call.leaves)
             self._backend = backend_for(device, self._settings.backend)
             self._closing = weakref.finalize(self, self._backend.close)
-            self._modes = Modes(device.type)
+            self.modes = Modes(device.type)
             trusting, fill = self.knowledge.trusting, self._settings.fill
             learner = Learner(self.target, self._module, self._backend, fill, trusting)
             self.knowledge.attach(self._backend, learner)

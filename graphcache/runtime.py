@@ -1,16 +1,8 @@
-"""GraphCache: decides what serves a call, and drives it through the graph that does.
-
-A call is a straight line: find its plan (hit), or decide one (miss: read, refuse or learn, choose a
-bucket, admit, capture), then fill, replay, copy out. Whatever raises `Fallback` on the way runs
-eagerly, counted with its reason; no other exception of ours leaves where eager would have succeeded
-(invariant I10).
-"""
+"""GraphCache, the public face: what a user passes, calls and reads. `serving` does the calls."""
 
 from __future__ import annotations
 
 import copy
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from graphcache.cache import Entry
 from graphcache.call import Call
-from graphcache.callplan import CallPlan
 from graphcache.delegate import Delegate
 from graphcache.errors import Fallback, GraphCacheError
 from graphcache.explain import Explanation, ProbeReport
@@ -28,21 +18,11 @@ from graphcache.miss import MissPath
 from graphcache.padding import Fill
 from graphcache.planning.profile import TrafficProfile
 from graphcache.preflight import in_trial
-from graphcache.reasons import Reason
 from graphcache.report import FallbackReport
+from graphcache.serving import Server
 from graphcache.settings import Settings, parse_bytes
 from graphcache.shadow import Shadow
-from graphcache.signature import call_key
-from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger, Stats
-
-MAX_PLANS = 4096
-MAX_TRIES = 3
-
-Plan = CallPlan | SplitPlan
-
-# The module itself may refuse the call; then the caller gets its error and not ours.
-_MAYBE_WRONG_INPUTS = frozenset({Reason.CAPTURE_FAILED, Reason.UNSUPPORTED_INPUT})
 
 
 class GraphCache(Delegate):
@@ -89,16 +69,10 @@ class GraphCache(Delegate):
         torch.Size([5, 2])
     """
 
-    _own = frozenset({"_lent"})
     _wrapped: Callable[..., Any]
     _settings: Settings
-    _ledger: Ledger
     _miss: MissPath
-    _plans: dict[Any, Plan]
-    _lent: list[weakref.ref[Tensor]]
-    _traffic: TrafficProfile
-    _report: FallbackReport
-    _shadow: Shadow
+    _server: Server
 
     def __init__(
         self,
@@ -146,16 +120,12 @@ class GraphCache(Delegate):
         if isinstance(owner, torch.jit.ScriptModule):
             inner = None  # it keeps its state out of reach
         super().__init__(inner)
-        own = self.__dict__
+        own = self.__dict__  # plain assignments would reach the inner module
         own["_wrapped"], own["_settings"] = module, settings
-        own["_lock"] = threading.RLock()
-        own["_plans"] = {}
-        own["_ledger"] = Ledger()
-        own["_lent"] = []
-        own["_miss"] = MissPath(module, inner, settings, self._ledger, self._forget)
-        own["_traffic"] = TrafficProfile(self._miss.dims.names)
-        own["_report"] = FallbackReport(self._name(), settings.on_fallback)
-        own["_shadow"] = Shadow(settings.shadowed)
+        ledger = Ledger()
+        report = FallbackReport(self._name(), settings.on_fallback)
+        own["_miss"] = MissPath(module, inner, settings, ledger)
+        own["_server"] = Server(self._miss, ledger, report, Shadow(settings.shadowed))
 
     # The call.
 
@@ -167,126 +137,7 @@ class GraphCache(Delegate):
         """
         if torch.compiler.is_compiling() or in_trial():
             return self._miss.target(*args, **kwargs)
-        try:
-            with self._lock:
-                result = self._serve(args, kwargs, whole=True)
-                self._ledger.calls += 1
-        except Fallback as fallback:
-            return self._eager(fallback, args, kwargs)
-        if self._shadow.due():
-            self._compare(result, args, kwargs)
-        return result
-
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool) -> Any:
-        """One call by its plan; a module that changed under it is looked at again and the call
-        repeated.
-        """
-        for _ in range(MAX_TRIES):
-            leaves: list[Tensor] = []
-            plan = self._plan(args, kwargs, leaves)
-            if isinstance(plan, SplitPlan):
-                return self._in_pieces(plan, leaves)
-            outputs = self._replay(plan, leaves)
-            if outputs is not None:
-                plan.calls += whole
-                return plan.result(outputs, leaves)
-            self._drop_plans()
-        raise Fallback(
-            Reason.STATE_WRITTEN, f"the module changed during {MAX_TRIES} tries of this call"
-        )
-
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Tensor]) -> Plan:
-        miss = self._miss
-        form = call_key(args, kwargs, leaves)
-        plan = self._plans.get(miss.circumstances(form))
-        if plan is None:
-            plan = self._decide(args, kwargs)
-            if len(self._plans) >= MAX_PLANS:
-                self._drop_plans()
-            self._plans[miss.circumstances(form)] = plan
-        return plan
-
-    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        try:
-            plan = self._miss.decide(args, kwargs)
-        except Fallback as fallback:
-            fallback.sizes = self._miss.sizes_read
-            raise
-        plan.traffic = self._miss.sizes_read or ()
-        return plan
-
-    def _replay(self, plan: CallPlan, leaves: list[Tensor]) -> list[Tensor] | None:
-        """Replay and count, or None if the module is no longer what was captured.
-
-        A graph that only computes is launched before the module is compared, since a late find can
-        still be answered by running again; one that writes state is compared first. Freed memory
-        is always known before.
-        """
-        watch, entry = self._miss.watch, plan.entry
-        if watch.lost or (entry.writes and not watch.same()):
-            return None
-        if torch.is_grad_enabled() and watch.needs_grad():
-            return None
-        if self._lent:
-            self._take_back()
-        self._miss.backend.enter()
-        outputs = plan.run(leaves)
-        if not entry.writes and not watch.same():
-            return None
-        if plan.lends:
-            self._lent = [weakref.ref(output) for output in outputs]
-        plan.hits += 1
-        self._miss.store.count_use(entry)
-        return outputs
-
-    def _in_pieces(self, plan: SplitPlan, leaves: list[Tensor]) -> Any:
-        self._settle()
-        before = self._ledger.served_so_far()
-        try:
-            joined = plan.join([self._piece(*plan.cut(leaves, piece)) for piece in plan.pieces])
-        except BaseException:
-            self._settle()
-            self._ledger.take_back(before)  # those pieces served nobody
-            raise
-        self._ledger.splits += 1
-        plan.calls += 1
-        return joined
-
-    def _piece(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            return self._serve(args, kwargs, whole=False)
-        except Fallback as fallback:
-            self._report(fallback)
-            result = self._miss.target(*args, **kwargs)
-            self._ledger.fell_back(fallback.reason)
-            return result
-
-    def _eager(self, fallback: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        suspect = fallback.reason in _MAYBE_WRONG_INPUTS
-        if not suspect:
-            self._report(fallback)
-        result = self._miss.target(*args, **kwargs)
-        if suspect:
-            self._report(fallback)
-        with self._lock:
-            self._ledger.calls += 1
-            self._ledger.fell_back(fallback.reason)
-            if fallback.sizes is not None:
-                self._traffic.record(fallback.sizes)
-        return result
-
-    def _compare(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with self._lock:
-            try:
-                plan = self._plan(args, kwargs, [])
-            except Fallback:  # another thread took the graph away meanwhile
-                return
-            if isinstance(plan, SplitPlan) or plan.entry.writes or plan.entry.draws:
-                return
-            mismatch = self._shadow.run(self._miss.target, result, args, kwargs)
-            if mismatch is not None:
-                self._miss.quarantine(plan, mismatch)
-                self._report(mismatch)
+        return self._server.call(args, kwargs)
 
     # Ahead of calls.
 
@@ -314,7 +165,7 @@ class GraphCache(Delegate):
             >>> fast.stats().warmup_captures
             2
         """
-        with self._lock, torch.no_grad():
+        with self._server.lock, torch.no_grad():
             calls = [self._call(sample)] if sample is not None else self._miss.knowledge.examples()
             if not calls:
                 raise GraphCacheError(
@@ -327,12 +178,12 @@ class GraphCache(Delegate):
                 try:
                     self._miss.warm(call, bucket)
                 except Fallback as fallback:
-                    self._report(fallback)
+                    self._server.report(fallback)
             self._miss.wait()
 
     def seal(self) -> None:
         """Never capture again: calls without a graph run eagerly, as `not-admitted`."""
-        with self._lock:
+        with self._server.lock:
             self._miss.store.sealed = True
 
     def static_inputs(self, sizes: Any, like: Any = None) -> dict[str, Tensor]:
@@ -359,7 +210,7 @@ class GraphCache(Delegate):
             ...     fast(x.copy_(torch.ones(3, 4))).shape
             torch.Size([3, 2])
         """
-        with self._lock, torch.no_grad():
+        with self._server.lock, torch.no_grad():
             calls = [self._call(like)] if like is not None else self._miss.knowledge.examples()
             if len(calls) != 1:
                 raise GraphCacheError(
@@ -382,8 +233,8 @@ class GraphCache(Delegate):
         Raises:
             BucketError: as the constructor.
         """
-        with self._lock:
-            self._drop_plans()
+        with self._server.lock:
+            self._server.drop_plans()
             self._miss.rebucket(plan)
 
     def _call(self, sample: Any) -> Call:
@@ -406,7 +257,7 @@ class GraphCache(Delegate):
             ...     fast.explain(torch.ones(3, 4)).action
             'capture'
         """
-        with self._lock:
+        with self._server.lock:
             try:
                 return self._miss.explain(args, kwargs)
             except Fallback as fallback:
@@ -421,7 +272,7 @@ class GraphCache(Delegate):
             >>> fast.probe(torch.ones(3, 4)).dims["batch"].neutral
             True
         """
-        with self._lock, torch.no_grad():
+        with self._server.lock, torch.no_grad():
             try:
                 return self._miss.probe(args, kwargs)
             except Fallback as fallback:
@@ -429,20 +280,17 @@ class GraphCache(Delegate):
 
     def stats(self) -> Stats:
         """Counters so far; reading `graph_bytes` looks at the allocator, without synchronising."""
-        with self._lock:
-            self._settle()
-            return self._ledger.snapshot(
-                len(self._miss.store.graphs), self._miss.store.graph_bytes()
-            )
+        with self._server.lock:
+            return self._server.stats()
 
     @property
     def traffic(self) -> TrafficProfile:
         """The sizes of the calls so far, a live profile; those that raised or were traced are left
         out.
         """
-        with self._lock:
-            self._settle()
-            return self._traffic
+        with self._server.lock:
+            self._server.settle()
+            return self._server.traffic
 
     @property
     def module(self) -> Any:
@@ -455,43 +303,15 @@ class GraphCache(Delegate):
         """Forget every graph and everything learned; waits for replays in flight. Memory stays with
         the pool.
         """
-        with self._lock:
-            self._drop_plans()
+        with self._server.lock:
+            self._server.drop_plans()
             self._miss.forget()
 
     def reset(self) -> None:
         """`invalidate()`, and give the pool's memory back."""
-        with self._lock:
+        with self._server.lock:
             self.invalidate()
             self._miss.flush()
-
-    def _forget(self, entry: Entry) -> None:
-        """Drop the call plans of a graph that leaves; they hold its static memory."""
-        self._settle()
-        plans = self._plans.items()
-        for key in [k for k, p in plans if isinstance(p, CallPlan) and p.entry is entry]:
-            del self._plans[key]
-
-    def _drop_plans(self) -> None:
-        self._settle()
-        self._plans.clear()
-
-    def _settle(self) -> None:
-        """Move what the hit path counted on the plans to the ledger and the traffic profile."""
-        for plan in self._plans.values():
-            if plan.calls:
-                self._traffic.record(plan.traffic, plan.calls)
-                plan.calls = 0
-            if isinstance(plan, CallPlan) and plan.hits:
-                self._ledger.served(plan.bucket, plan.real, plan.padded, plan.hits)
-                plan.hits = 0
-
-    def _take_back(self) -> None:
-        for ref in self._lent:
-            output = ref()
-            if output is not None:
-                self._miss.backend.poison(output)
-        self._lent = []
 
     # Copies.
 
@@ -502,7 +322,7 @@ class GraphCache(Delegate):
         return _rebuild, (self._wrapped, self._settings)
 
     def __repr__(self) -> str:
-        if "_shadow" not in self.__dict__:  # construction failed
+        if "_server" not in self.__dict__:  # construction failed
             return object.__repr__(self)
         stats = self.stats()
         served = f"graphs={stats.graphs}, calls={stats.calls}"
@@ -515,14 +335,8 @@ class GraphCache(Delegate):
 
     def _check(self) -> None:
         """Assert the invariants of docs/design.md, section 6; for tests."""
-        with self._lock:
-            self._miss.store.check()
-            counted = self._ledger
-            pieces = counted.captures + counted.replays + counted.eager
-            assert pieces >= counted.calls if counted.splits else pieces == counted.calls
-            assert counted.eager == counted.fallbacks.total()
-            for plan in self._plans.values():
-                assert isinstance(plan, SplitPlan) or plan.entry.alive
+        with self._server.lock:
+            self._server.check()
 
 
 def _rebuild(wrapped: Callable[..., Any], settings: Settings) -> GraphCache:

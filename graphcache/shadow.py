@@ -24,11 +24,11 @@ class Shadow:
     """
 
     def __init__(self, share: float) -> None:
-        self._share = share
+        self.share = share
         self._random = random.Random(0)
 
     def due(self) -> bool:
-        return self._share > 0 and self._random.random() < self._share
+        return self._random.random() < self.share
 
     def run(
         self, target: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -162,23 +162,20 @@ def call_key(
     Raises:
         Fallback: `unsupported-input`.
     """
-    parts: list[Any] = [len(args)]
+    parts: list[Any] = [len(args), *kwargs]
     try:
-        for value in args:
-            _describe(value, leaves, parts)
-        for name, value in kwargs.items():
-            parts.append(name)
-            _describe(value, leaves, parts)
+        for value in (*args, *kwargs.values()):
+            if type(value) in TENSORS:
+                leaves.append(value)
+                parts += _form(value)
+            else:
+                _describe(value, leaves, parts)
     except RuntimeError:  # of tensors without sizes or strides
         raise Fallback(Reason.UNSUPPORTED_INPUT, "a nested or sparse tensor") from None
     return tuple(parts)
 
 
 def _describe(value: Any, leaves: list[Tensor], parts: list[Any]) -> None:
-    if type(value) in TENSORS:
-        leaves.append(value)
-        parts += _form(value)
-        return
     first = len(leaves)
     parts.append(flatten(value, leaves))
     for leaf in leaves[first:]:

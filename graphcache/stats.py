@@ -83,8 +83,12 @@ class Ledger:
     fallbacks: Counter[Reason] = field(default_factory=Counter)
     per_bucket: Counter[Bucket] = field(default_factory=Counter)
 
-    def served(self, bucket: Bucket, real: int, padded: int, count: int) -> None:
-        """Count the padding of `count` pieces that a graph served."""
+    def served(self, bucket: Bucket, real: int, padded: int, count: int, fresh: bool) -> None:
+        """Count `count` pieces that a graph served, and their padding; `fresh`: the first of them
+        was its capture.
+        """
+        self.captures += fresh
+        self.replays += count - fresh
         self.real_elements += real * count
         self.padded_elements += padded * count
         self.per_bucket[bucket] += count

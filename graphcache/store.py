@@ -35,34 +35,21 @@ class GraphStore:
         maxsize: how many graphs at most.
         settings: the bounds.
         ledger: where captures, evictions and failures are counted.
-        forget: told of every entry that leaves, so that its call plans go too.
     """
 
-    def __init__(
-        self, maxsize: int, settings: Settings, ledger: Ledger, forget: Callable[[Entry], None]
-    ) -> None:
+    def __init__(self, maxsize: int, settings: Settings, ledger: Ledger) -> None:
         self.graphs = GraphLRU(maxsize, self._release)
         self.sealed = False
         self._settings = settings
         self._ledger = ledger
-        self._forget = forget
+        #: Told of every entry that leaves, so that its call plans go too; set by their owner.
+        self.forget: Callable[[Entry], None] = lambda entry: None
         self._captured: LRUCache[Key, None] = LRUCache(4096)
 
     def attach(self, backend: Backend, capturer: Capturer) -> None:
         """Capture by these from now on; there are no graphs of another backend left."""
         self._backend = backend
         self._capturer = capturer
-
-    def count_use(self, entry: Entry) -> None:
-        """Keep the LRU's order, and count a capture once, as a capture and not as a replay too."""
-        self.graphs.tick += 1
-        entry.last_used = self.graphs.tick
-        entry.uses += 1
-        if entry.fresh:
-            entry.fresh = False
-            self._ledger.captures += 1
-        else:
-            self._ledger.replays += 1
 
     def entry(self, reading: Reading, facts: Facts, key: Key, why_exact: Fallback | None) -> Entry:
         """The graph of a key, captured now if that is due.
@@ -257,7 +244,7 @@ class GraphStore:
         """The only end of a graph: nobody can reach it, no replay of it is in flight."""
         entry.alive = False
         entry.filled_for = None  # a cycle with its call plan would keep the static memory
-        self._forget(entry)
+        self.forget(entry)
         self._backend.drain()
         self._backend.retire(entry.graph)
 

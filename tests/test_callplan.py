@@ -29,7 +29,7 @@ def entry_of(function, names, bucket=4, origins=None, result=LEAF, state=None):
     return Entry(key, graph, statics, result, origins, state, [], False, 0)
 
 
-def plan_of(entry, n, fills=None, axes=None, slots=None, lend=None):
+def plan_of(entry, n, fills=None, axes=None, slots=None, backend=None):
     count = len(entry.inputs)
     return CallPlan(
         entry,
@@ -37,7 +37,8 @@ def plan_of(entry, n, fills=None, axes=None, slots=None, lend=None):
         slots or list(range(count)),
         fills or [{}] * count,
         [ROWS] * len(entry.origins) if axes is None else axes,
-        lend,
+        backend or RecordedBackend(),
+        backend is not None,
     )
 
 
@@ -147,7 +148,9 @@ def test_lent_outputs_come_from_the_backend():
     """outputs="view": the plan asks `lend` for each."""
     lent = []
     entry = entry_of(lambda x: [x * 2], ["x"])
-    plan = plan_of(entry, 2, lend=lambda view: lent.append(view) or view)
+    backend = RecordedBackend()
+    backend.lend = lambda view: lent.append(view) or view
+    plan = plan_of(entry, 2, backend=backend)
     out = serve(plan, rows(2))
     assert plan.lends
     assert out is lent[0]

@@ -9,8 +9,8 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 
 # Top first. A folder is one layer: its files may use each other. "graphcache" is the __init__.
 ORDER = [
-    "__main__", "cli", "demo", "graphcache", "runtime", "miss", "store", "knowledge", "capture",
-    "route", "splitting", "explain", "facts", "probe", "dimtrial", "garbage", "callplan",
+    "__main__", "cli", "demo", "graphcache", "runtime", "serving", "miss", "store", "knowledge",
+    "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial", "garbage", "callplan",
     "cache", "graphs", "preflight",
     "watch", "call", "dims", "shadow", "settings", "report", "tracing", "padding",
     "hazards", "hostreads",

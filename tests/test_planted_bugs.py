@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 from zoo import BY_NAME, Twin, assert_cut_same, assert_same, padded
 
-from graphcache import GraphCache, callplan, capture, facts, miss, preflight, runtime, signature
+from graphcache import GraphCache, callplan, capture, facts, miss, preflight, serving, signature
 from graphcache.buckets import BucketSet
 from graphcache.callplan import CallPlan
 from graphcache.capture import Capturer
 from graphcache.facts import Facts, Learner
 from graphcache.probe import DimFacts, Probe
-from graphcache.runtime import GraphCache as Runtime
+from graphcache.serving import Server
 from graphcache.signature import Plain
 from graphcache.splitting import SplitPlan
+from graphcache.stats import Ledger
 from graphcache.store import GraphStore
 from graphcache.watch import Watch
 
@@ -331,9 +332,9 @@ def generators_not_restored(patch: pytest.MonkeyPatch) -> None:
 
 
 def plain_values_not_in_the_key(patch: pytest.MonkeyPatch) -> None:
-    original = runtime.call_key
+    original = serving.call_key
     patch.setattr(
-        runtime,
+        serving,
         "call_key",
         lambda *args: tuple(p for p in original(*args) if not isinstance(p, Plain)),
     )
@@ -341,9 +342,9 @@ def plain_values_not_in_the_key(patch: pytest.MonkeyPatch) -> None:
 
 def kinds_of_plain_values_not_in_the_key(patch: pytest.MonkeyPatch) -> None:
     """1 and True and 1.0 compare equal, and hash alike."""
-    original = runtime.call_key
+    original = serving.call_key
     patch.setattr(
-        runtime,
+        serving,
         "call_key",
         lambda *args: tuple(
             (float(p.text or p.value) if isinstance(p, Plain) else p) for p in original(*args)
@@ -370,27 +371,27 @@ def a_piece_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def splits_counted_as_calls(patch: pytest.MonkeyPatch) -> None:
-    original = Runtime._in_pieces
+    original = Server._in_pieces
 
     def in_pieces(self: Any, plan: Any, leaves: Any) -> Any:
-        self._ledger.calls += 1
+        self.ledger.calls += 1
         return original(self, plan, leaves)
 
-    patch.setattr(Runtime, "_in_pieces", in_pieces)
+    patch.setattr(Server, "_in_pieces", in_pieces)
 
 
 def captures_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    original = GraphStore.count_use
+    original = Ledger.served
 
-    def count_use(self: GraphStore, entry: Any) -> None:
-        self._ledger.replays += entry.fresh
-        original(self, entry)
+    def served(self: Ledger, *counts: Any) -> None:
+        self.replays += counts[-1]
+        original(self, *counts)
 
-    patch.setattr(GraphStore, "count_use", count_use)
+    patch.setattr(Ledger, "served", served)
 
 
 def plans_outlive_their_graphs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Runtime, "_forget", lambda self, entry: None)
+    patch.setattr(Server, "forget", lambda self, entry: None)
 
 
 def smallest_bucket_not_taken(patch: pytest.MonkeyPatch) -> None:

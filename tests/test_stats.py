@@ -32,10 +32,10 @@ def test_a_snapshot_is_apart_from_the_ledger():
     """Later calls do not show in it."""
     ledger = Ledger(calls=1)
     ledger.fell_back(Reason.EMPTY)
-    ledger.served((8,), 5, 8, 1)
+    ledger.served((8,), 5, 8, 1, False)
     before = ledger.snapshot(1, 100)
     ledger.fell_back(Reason.EMPTY)
-    ledger.served((8,), 8, 8, 1)
+    ledger.served((8,), 8, 8, 1, False)
     assert before.fallbacks == {"empty": 1}
     assert before.per_bucket == {8: 1}
     assert (before.real_elements, before.padded_elements) == (5, 8)
@@ -46,10 +46,10 @@ def test_the_padding_overhead_is_padded_over_real_minus_one():
     """Over what graphs served; 0 before anything was."""
     ledger = Ledger()
     assert ledger.snapshot(0, 0).padding_overhead == 0.0
-    ledger.served((8,), 5, 8, 1)
-    ledger.served((8,), 8, 8, 1)
+    ledger.served((8,), 5, 8, 1, False)
+    ledger.served((8,), 8, 8, 1, False)
     assert ledger.snapshot(0, 0).padding_overhead == pytest.approx(16 / 13 - 1)
-    ledger.served((8,), 4, 8, 3)
+    ledger.served((8,), 4, 8, 3, False)
     assert ledger.snapshot(0, 0).padding_overhead == pytest.approx(40 / 25 - 1)
     assert ledger.snapshot(0, 0).per_bucket == {8: 5}
 
@@ -57,11 +57,11 @@ def test_the_padding_overhead_is_padded_over_real_minus_one():
 def test_buckets_are_ints_in_one_dim_and_tuples_in_more():
     """As they were passed."""
     ledger = Ledger()
-    ledger.served((16,), 1, 16, 1)
-    ledger.served((8,), 1, 8, 1)
+    ledger.served((16,), 1, 16, 1, False)
+    ledger.served((8,), 1, 8, 1, False)
     assert list(ledger.snapshot(0, 0).per_bucket) == [8, 16]
     ledger = Ledger()
-    ledger.served((8, 4), 1, 32, 1)
+    ledger.served((8, 4), 1, 32, 1, False)
     assert ledger.snapshot(0, 0).per_bucket == {(8, 4): 1}
 
 
@@ -117,3 +117,10 @@ def test_a_split_call_that_runs_eagerly_in_the_end_is_counted_once():
     stats = cache.stats()
     assert stats.captures + stats.replays + stats.eager == stats.calls
     assert stats.eager == sum(stats.fallbacks.values())
+
+
+def test_the_first_piece_of_a_fresh_graph_is_its_capture():
+    ledger = Ledger()
+    ledger.served((8,), 5, 8, 3, True)
+    ledger.served((8,), 5, 8, 2, False)
+    assert (ledger.captures, ledger.replays) == (1, 4)
