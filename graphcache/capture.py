@@ -15,9 +15,10 @@ from graphcache.callplan import results
 from graphcache.compare import all_close, all_same, close
 from graphcache.errors import CaptureError, Fallback
 from graphcache.facts import Facts, Learner
+from graphcache.generators import RandomStates
 from graphcache.graphs import Backend
 from graphcache.padding import allocate, fit, head, tails
-from graphcache.preflight import Observation, RandomStates, as_captured, storage_bytes
+from graphcache.preflight import Observation, as_captured, storage_bytes
 from graphcache.reasons import Reason
 from graphcache.signature import Input, flatten
 from graphcache.watch import Attributes

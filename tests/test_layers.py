@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 ORDER = [
     "__main__", "cli", "demo", "graphcache", "runtime", "serving", "miss", "store", "knowledge",
     "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial", "garbage", "callplan",
-    "cache", "graphs", "preflight",
+    "cache", "graphs", "preflight", "generators",
     "watch", "call", "dims", "shadow", "settings", "report", "tracing", "padding",
     "hazards", "hostreads",
     "compare", "signature", "delegate", "planning", "buckets", "stats", "errors", "reasons",

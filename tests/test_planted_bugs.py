@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 from zoo import BY_NAME, Twin, assert_cut_same, assert_same, padded
 
-from graphcache import GraphCache, callplan, capture, facts, miss, preflight, serving, signature
+from graphcache import (
+    GraphCache,
+    callplan,
+    capture,
+    facts,
+    generators,
+    miss,
+    preflight,
+    serving,
+    signature,
+)
 from graphcache.buckets import BucketSet
 from graphcache.callplan import CallPlan
 from graphcache.capture import Capturer
@@ -328,7 +338,7 @@ def state_of_captures_not_undone(patch: pytest.MonkeyPatch) -> None:
 
 
 def generators_not_restored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(preflight.RandomStates, "restore", lambda self: None)
+    patch.setattr(generators.RandomStates, "restore", lambda self: None)
 
 
 def plain_values_not_in_the_key(patch: pytest.MonkeyPatch) -> None:

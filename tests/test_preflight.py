@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphcache.errors import Fallback
-from graphcache.preflight import Origin, RandomStates, as_captured, in_trial, observe, user_line
+from graphcache.preflight import Origin, as_captured, in_trial, observe, user_line
 from graphcache.reasons import Reason
 from graphcache.signature import LEAF
 
@@ -298,22 +298,3 @@ class TestCapturing:
             assert in_trial()
             assert torch.cuda.is_current_stream_capturing()
         assert not in_trial()
-
-
-class TestRandomStates:
-    def test_each_source_is_named(self):
-        """Python's, numpy's; none if nothing moved."""
-        states = RandomStates(CPU, alone=True)
-        assert states.drawn_elsewhere(observed=False) is None
-        assert not states.drawn()
-        random.random()
-        assert states.drawn_elsewhere(observed=False) == "Python's `random`"
-        states.restore()
-        np.random.rand()
-        assert states.drawn_elsewhere(observed=False) == "`numpy.random`"
-        states.restore()
-        assert states.drawn_elsewhere(observed=False) is None
-        torch.rand(1)
-        assert states.drawn()
-        states.restore()
-        assert not states.drawn()
