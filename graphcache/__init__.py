@@ -4,6 +4,7 @@
 replay.
 """
 
+from graphcache.checking import Report, check
 from graphcache.errors import BucketError, CaptureError, GraphCacheError
 from graphcache.planning.profile import TrafficProfile
 from graphcache.reasons import Reason
@@ -17,7 +18,9 @@ __all__ = [
     "GraphCache",
     "GraphCacheError",
     "Reason",
+    "Report",
     "Stats",
     "TrafficProfile",
     "__version__",
+    "check",
 ]

@@ -18,9 +18,10 @@ from graphcache.facts import Facts, Learner
 from graphcache.generators import RandomStates
 from graphcache.graphs import Backend
 from graphcache.padding import allocate, fit, head, tails
-from graphcache.preflight import Observation, as_captured, storage_bytes
+from graphcache.preflight import Observation, as_captured
 from graphcache.reasons import Reason
 from graphcache.signature import Input, flatten
+from graphcache.storages import storage_bytes
 from graphcache.watch import Attributes
 
 

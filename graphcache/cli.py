@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from graphcache import checking
 from graphcache import demo as demonstration
 from graphcache.demo import DemoReport
 from graphcache.errors import GraphCacheError
 from graphcache.version import __version__
 
-Run = Callable[[argparse.Namespace], None]
+Run = Callable[[argparse.Namespace], int]
 
 _BACKENDS = {
     "cuda": "cuda ({device})",
@@ -25,7 +28,8 @@ _BACKENDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit status: 0, or 2 after an error, printed on one line.
+    """Run a command line and return its exit status: 0, 1 of `check` with findings, or 2 after an
+    error, printed on one line.
 
     Args:
         argv: arguments without the program's name; None: those of the process.
@@ -35,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        options.run(options)
+        status: int = options.run(options)
     except GraphCacheError as error:
         print("graphcache:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,15 +66,58 @@ def demo(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--rows", type=_count, metavar="N", help="serve at most N calls")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
 
-    def run(options: argparse.Namespace) -> None:
+    def run(options: argparse.Namespace) -> int:
         progress = not options.json and sys.stderr.isatty()
         report = demonstration.run(options.trace, options.rows, progress)
         print(json.dumps(dataclasses.asdict(report)) if options.json else _demo_table(report))
+        return 0
 
     return run
 
 
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo,)
+def check(parser: argparse.ArgumentParser) -> Run:
+    """Report what would stop a capture of a module, or make padding it wrong; status 1 if any."""
+    parser.add_argument(
+        "factory",
+        metavar="PACKAGE.MODULE:FACTORY",
+        help="a function that returns (module, args) or (module, args, kwargs) of one call",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+
+    def run(options: argparse.Namespace) -> int:
+        module, args, kwargs = _made_by(options.factory)
+        report = checking.check(module, *args, **kwargs)
+        findings = [found._asdict() | {"remedy": found.reason.remedy} for found in report.findings]
+        answer = {"module": report.name, "ok": report.ok, "findings": findings}
+        print(json.dumps(answer) if options.json else report)
+        return 0 if report.ok else 1
+
+    return run
+
+
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, check)
+
+
+def _made_by(factory: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What a factory returns, given as package.module:name and imported from the current folder
+    too.
+    """
+    path, _, name = factory.partition(":")
+    sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(path), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise GraphCacheError(f"cannot find {factory!r}: {error}") from error
+    finally:
+        sys.path.remove("")
+    made = make()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise GraphCacheError(
+            f"{factory} returned {type(made).__name__}; return (module, args) or "
+            "(module, args, kwargs)."
+        )
+    module, args, kwargs = (*made, {})[:3]
+    return module, args if isinstance(args, tuple) else (args,), kwargs
 
 
 def _count(text: str) -> int:

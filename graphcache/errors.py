@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from graphcache.reasons import Reason
 
 
@@ -40,3 +42,16 @@ class Fallback(Exception):  # noqa: N818  (control flow, never an error: it does
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail or self.reason.phrase}"
+
+
+class Finding(NamedTuple):
+    """One thing that stops a capture or makes padding wrong: the reason, the operation or what else
+    was seen, and the user's source line, "" where none is to blame.
+    """
+
+    reason: Reason
+    what: str
+    line: str = ""
+
+    def fallback(self) -> Fallback:
+        return Fallback(self.reason, f"{self.what} at {self.line}" if self.line else self.what)

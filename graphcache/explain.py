@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from graphcache.errors import Finding
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 
@@ -58,6 +59,16 @@ class ProbeReport:
     dims: dict[str, DimFacts]
     refused: Reason | None = None
     detail: str = ""
+
+    def findings(self) -> list[Finding]:
+        """Why it is refused, or which dims must not be padded."""
+        if self.refused is not None:
+            return [Finding(self.refused, self.detail)]
+        return [
+            Finding(facts.reason, f"dim {name}: {facts.detail}")
+            for name, facts in self.dims.items()
+            if not facts.neutral
+        ]
 
     def __str__(self) -> str:
         if self.refused is not None:

@@ -6,6 +6,7 @@ which dims may be padded. Whatever is refused is remembered, so that later calls
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from graphcache.call import Call, Reading
 from graphcache.compare import all_close
-from graphcache.errors import Fallback
+from graphcache.compiled import own_graphs
+from graphcache.errors import Fallback, Finding
 from graphcache.graphs import Backend
+from graphcache.otherweights import Substitutes, other_weights
 from graphcache.padding import Fill, OutputAxis, fit
 from graphcache.preflight import Observation, observe
 from graphcache.probe import DimFacts, Probe
@@ -27,11 +30,12 @@ from graphcache.signature import flatten
 
 @dataclass(slots=True)
 class Facts:
-    """One signature's: whether it is refused for good, its dims once probed, and failed captures by
-    bucket.
+    """One signature's: whether it is refused for good and all that was found against it, its dims
+    once probed, and failed captures by bucket.
     """
 
     refused: Fallback | None = None
+    findings: list[Finding] = field(default_factory=list)
     draws: bool = False
     writes: bool = False
     aliases: bool = False
@@ -104,13 +108,19 @@ class Learner:
         self._fill = fill
         self._trusting = trusting
 
-    def observe(self, call: Call, tensors: Sequence[Tensor]) -> Observation:
-        """One trial run of the call's form on other tensors, which the run may write to."""
+    def observe(
+        self, call: Call, tensors: Sequence[Tensor], weights: Substitutes | None = None
+    ) -> Observation:
+        """One trial run of the call's form on other tensors, which the run may write to, and
+        perhaps on other weights.
+        """
         args, kwargs = call.arguments_with(tensors)
         device = self._backend.device
-        seen = observe(lambda: self.target(*args, **kwargs), tensors, self._module, device)
-        if seen.hazard is None and not _untouched(call, args, kwargs):
-            seen.hazard = Fallback(Reason.INPUT_MUTATED, "forward changes a list or dict argument")
+        run = functools.partial(self.target, *args, **kwargs)
+        seen = observe(run, tensors, self._module, device, weights or {})
+        if not _untouched(call, args, kwargs):
+            what = "forward changes a list or dict argument"
+            seen.findings.append(Finding(Reason.INPUT_MUTATED, what))
         return seen
 
     def first_look(self, reading: Reading) -> tuple[Facts, Observation]:
@@ -125,12 +135,13 @@ class Learner:
         )
         made = all(origin.kind == "made" for origin in seen.origins)
         facts = Facts(
-            refused=seen.hazard, draws=seen.draws, writes=bool(seen.writes), aliases=not made
+            findings=seen.findings, draws=seen.draws, writes=bool(seen.writes), aliases=not made
         )
         if any(origin.kind == "view" for origin in seen.origins):
-            facts.refused = facts.refused or Fallback(
-                Reason.UNSUPPORTED_OUTPUT, "a result is a view of an input"
-            )
+            what = "a result is a view of an input"
+            facts.findings.append(Finding(Reason.UNSUPPORTED_OUTPUT, what))
+        facts.findings += own_graphs(self.target, self._module)
+        facts.refused = seen.hazard
         if reading.lifted and facts.refused is None:
             facts.refused = self._judge_lifting(call, seen)
         return facts, seen
@@ -216,20 +227,26 @@ class Learner:
         """Probe every dim between this call's sizes and the bucket's."""
         signature = reading.signature
         tensors = [t.detach().to(self._backend.device) for t in reading.call.tensors]
+        held = () if self._module is None else self._module.parameters()
+        weights = {} if self._trusting else other_weights(held)
+        today, another_day = (
+            functools.partial(self._checked, reading.call, w) for w in ({}, weights)
+        )
         probe = Probe(
-            lambda run: self._checked(reading.call, run),
+            today,
             signature.inputs,
             tensors,
             self._fill,
             self._trusting,
+            another_day if weights else None,
         )
         dims = tuple(probe.dim(i, reading.sizes, bucket[i]) for i in range(len(bucket)))
         return _apart(dims)
 
-    def _checked(self, call: Call, tensors: list[Tensor]) -> Observation:
+    def _checked(self, call: Call, weights: Substitutes, tensors: list[Tensor]) -> Observation:
         """A probe's run: errors at another size are an answer, except want of memory."""
         try:
-            seen = self.observe(call, tensors)
+            seen = self.observe(call, tensors, weights)
         except (Fallback, torch.OutOfMemoryError):
             raise
         except Exception as error:

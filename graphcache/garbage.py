@@ -78,6 +78,19 @@ def telling(leaf: Tensor) -> Tensor:
     return leaf
 
 
+def turned_on(leaf: Tensor) -> Tensor:
+    """A scalar argument as it may be another day: a flag the other way round, a number that a ReLU
+    or a clamp would not hide. Others, and integers, which may be indices, stay.
+    """
+    if leaf.numel() != 1:
+        return leaf
+    if leaf.dtype is torch.bool:
+        return leaf.logical_not()
+    if leaf.is_floating_point() and not bool(leaf > 0):
+        return torch.where(leaf == 0, torch.ones_like(leaf), leaf.abs())
+    return leaf
+
+
 def extreme(value: float) -> Garbage:
     def make(real: Tensor, tail: Tensor, axis: int) -> Tensor:
         if real.is_floating_point() or real.is_complex():

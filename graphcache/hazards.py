@@ -27,6 +27,10 @@ _SYNCHRONISING = frozenset(
         "aten::allclose", "aten::_local_scalar_dense", "aten::item", "aten::is_coalesced",
     }
 )  # fmt: skip
+_WORDS = {
+    "aten::_local_scalar_dense": "`.item()`, `float()`, `if tensor:` (aten::_local_scalar_dense)",
+    "aten::is_nonzero": "`if tensor:` (aten::is_nonzero)",
+}
 _INDEXING = frozenset(
     {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 )
@@ -37,7 +41,7 @@ def operation_hazard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Whether an ATen operation would break or falsify a capture; the text names it."""
     name = func.name().split(".")[0]
     if name in _SYNCHRONISING or torch.Tag.data_dependent_output in func.tags:
-        return Reason.HOST_SYNC, name
+        return Reason.HOST_SYNC, _WORDS.get(name, name)
     if name in _INDEXING:  # tagged as dynamic in any case, though only masks are
         if _indexes_by_mask(name, args):
             return Reason.DYNAMIC_OUTPUT, f"{name} with a boolean mask"

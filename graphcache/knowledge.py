@@ -16,7 +16,7 @@ from cachetools import LRUCache
 
 from graphcache.call import Call, Reading
 from graphcache.dims import DynamicDims
-from graphcache.errors import Fallback
+from graphcache.errors import Fallback, Finding
 from graphcache.facts import Facts, Learner
 from graphcache.graphs import CAPTURE_LOCK, Backend
 from graphcache.preflight import plain_modes
@@ -93,6 +93,17 @@ class Knowledge:
         if facts.refused is not None:
             raise facts.refused.again()
         return facts
+
+    def findings(self, reading: Reading) -> list[Finding]:
+        """What stops captures of this signature, all of it; learned now if it is new.
+
+        Raises:
+            Fallback: the module raised, or there is no memory for the trial.
+        """
+        facts = self._facts.get(reading.signature) or self._learn(reading)
+        if facts.refused is None or facts.findings:
+            return facts.findings
+        return [Finding(facts.refused.reason, facts.refused.detail)]
 
     def _learn(self, reading: Reading) -> Facts:
         facts, seen = self._trial(lambda: self._learner.first_look(reading))

@@ -20,7 +20,7 @@ from graphcache.call import Binder, Call, Reading, differences
 from graphcache.callplan import CallPlan
 from graphcache.capture import Capturer
 from graphcache.dims import DynamicDims
-from graphcache.errors import BucketError, Fallback, GraphCacheError
+from graphcache.errors import BucketError, Fallback, Finding, GraphCacheError
 from graphcache.explain import Explanation, ProbeReport
 from graphcache.facts import Facts, Learner
 from graphcache.graphs import Backend, backend_for
@@ -237,6 +237,27 @@ class MissPath:
         bucket = self.buckets.choose(reading.sizes) or self.buckets.largest()
         self.knowledge.probe(reading, facts, bucket)
         return ProbeReport(dict(zip(reading.dims, facts.dims or (), strict=True)))
+
+    def look(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Finding], ProbeReport]:
+        """All that stands between a call and a graph that serves it padded: what a trial run shows,
+        what the probe shows, and whether the capture itself succeeds.
+        """
+        report = ProbeReport({})
+        try:
+            call = Call(self.binder, args, kwargs)
+            self.catch_up()
+            self._choose_backend(call)
+            findings = self.knowledge.findings(self.knowledge.read(call))
+            if not findings:
+                report = self.probe(args, kwargs)
+                findings = report.findings()
+            if not findings and not self.buckets.exact:
+                self.warm(call, self.buckets.smallest_telling())
+        except Fallback as fallback:
+            findings = [Finding(fallback.reason, fallback.detail or fallback.reason.phrase)]
+        return findings, report
 
     # Change and forgetting.
 

@@ -10,6 +10,7 @@ check, and would be refused for it).
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +23,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphcache.errors import Fallback
+from graphcache.errors import Fallback, Finding
 from graphcache.generators import RandomStates, default_generators
 from graphcache.hazards import operation_hazard, written_tensors
 from graphcache.hostreads import noticing_host_reads
+from graphcache.otherweights import Substitutes, standing_in
 from graphcache.reasons import Reason
 from graphcache.signature import Spec, flatten
+from graphcache.storages import storage_bytes, storage_id
 from graphcache.watch import Attributes
 
-_INTERNAL_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_INTERNAL_PATHS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 _ASKED = "is_current_stream_capturing"
 
 
@@ -63,7 +66,12 @@ class Observation:
     written: list[Tensor]
     draws: bool
     origins: list[Origin]
-    hazard: Fallback | None = None
+    findings: list[Finding]
+
+    @property
+    def hazard(self) -> Fallback | None:
+        """The first finding, as what a call falls back for."""
+        return self.findings[0].fallback() if self.findings else None
 
 
 def in_trial() -> bool:
@@ -120,9 +128,10 @@ class Observer(TorchDispatchMode):
     about to be written.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], weights: Substitutes) -> None:
         super().__init__()
-        self.hazard: Fallback | None = None
+        self._weights = weights
+        self.findings: list[Finding] = []
         self.operations = 0
         self.drew = False
         self.python_drew = False
@@ -133,6 +142,8 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._weights:
+            args, kwargs = _pytree.tree_map_only(Tensor, self._substituted, (args, kwargs))
         self.operations += 1
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         tensors = _tensors((args, kwargs))
@@ -146,6 +157,12 @@ class Observer(TorchDispatchMode):
         outside = self.reads.keys() | self._inputs.keys()
         self._made.update(key for key in map(storage_id, _tensors(result)) if key not in outside)
         return result
+
+    def _substituted(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return tensor
+        substitute = self._weights.get(storage_id(tensor))
+        return tensor if substitute is None else standing_in(substitute, tensor)
 
     def _look(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
         found = operation_hazard(func, args, kwargs)
@@ -180,10 +197,11 @@ class Observer(TorchDispatchMode):
             self.kept[key] = (tensor, storage_bytes(tensor).clone())
 
     def note(self, reason: Reason, what: str) -> None:
-        """Keep the first hazard, with the user's source line."""
+        """Keep a hazard, with the user's source line; the same one of a loop once."""
         self.python_drew = self.python_drew or reason is Reason.GENERATOR
-        if self.hazard is None:
-            self.hazard = Fallback(reason, f"{what} at {user_line()}")
+        found = Finding(reason, what, user_line())
+        if found not in self.findings:
+            self.findings.append(found)
 
     def made(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._made
@@ -199,19 +217,24 @@ class Observer(TorchDispatchMode):
 
 
 def observe(
-    run: Callable[[], Any], inputs: Sequence[Tensor], module: nn.Module | None, device: torch.device
+    run: Callable[[], Any],
+    inputs: Sequence[Tensor],
+    module: nn.Module | None,
+    device: torch.device,
+    weights: Substitutes | None = None,
 ) -> Observation:
     """Run once under watch and undo all it did to the module's tensors and attributes and to the
     generators.
 
     Args:
         run: calls the module on `inputs`, which are the caller's to lose.
+        weights: what operations get instead of some of the module's tensors, see `otherweights`.
 
     Raises:
         Fallback: `unsupported-output`; anything that `run` raises passes through, after the undo.
     """
     attributes, generators = Attributes(module), RandomStates(device, module)
-    observer = Observer(inputs)
+    observer = Observer(inputs, weights or {})
     outputs: list[Tensor] = []
     try:
         with as_captured():
@@ -225,18 +248,13 @@ def observe(
         written = observer.undo()
         changed = attributes.restore()
         generators.restore(observer.drew, observer.python_drew)
+    findings = observer.findings
     if elsewhere is not None:
-        observer.hazard = observer.hazard or Fallback(
-            Reason.GENERATOR, f"forward draws from {elsewhere}"
-        )
+        findings.append(Finding(Reason.GENERATOR, f"forward draws from {elsewhere}"))
     if changed:
-        observer.hazard = observer.hazard or Fallback(
-            Reason.STATE_WRITTEN, "forward changes the module's attributes"
-        )
+        findings.append(Finding(Reason.STATE_WRITTEN, f"forward changes {', '.join(changed)}"))
     if outputs and not observer.operations and device.type == "cpu":
-        observer.hazard = observer.hazard or Fallback(
-            Reason.OPAQUE_CODE, "forward issued no ATen operation"
-        )
+        findings.append(Finding(Reason.OPAQUE_CODE, "forward issued no ATen operation"))
     return Observation(
         outputs=outputs,
         spec=spec,
@@ -245,7 +263,7 @@ def observe(
         written=written,
         draws=draws,
         origins=_origins(outputs, inputs, observer),
-        hazard=observer.hazard,
+        findings=findings,
     )
 
 
@@ -273,15 +291,6 @@ def _origins(
         else:
             found.append(Origin("state"))
     return found
-
-
-def storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def storage_bytes(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes, sharing its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def user_line() -> str:

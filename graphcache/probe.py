@@ -20,13 +20,15 @@ from torch import Tensor
 
 from graphcache.dimtrial import DimTrial
 from graphcache.errors import Fallback
-from graphcache.garbage import EXTREMES, FAINT, LARGE, PLAIN, extreme, garbage, telling
+from graphcache.garbage import EXTREMES, FAINT, LARGE, PLAIN, extreme, garbage, telling, turned_on
 from graphcache.padding import REPEAT, Fill, OutputAxis
 from graphcache.preflight import Observation
 from graphcache.reasons import Reason
 from graphcache.signature import Input
 
 MAX_CONTROLS = 3
+
+Run = Callable[[list[Tensor]], Observation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +64,21 @@ class Probe:
         named: fills that the caller chose, by input name.
         trusting: leave out the garbage (verify="off"): shapes are learned, neutrality is taken for
             granted.
+        another_day: `run` on weights that the module may have another day; None where today's tell
+            everything.
     """
 
     def __init__(
         self,
-        run: Callable[[list[Tensor]], Observation],
+        run: Run,
         inputs: Sequence[Input],
         leaves: Sequence[Tensor],
         named: Mapping[str, Fill],
         trusting: bool = False,
+        another_day: Run | None = None,
     ) -> None:
         self._run = run
+        self._another_day = another_day
         self._inputs = inputs
         self._leaves = [telling(leaf) for leaf in leaves]
         self._named = named
@@ -94,30 +100,50 @@ class Probe:
             if self._trusting:
                 facts = self._trust(trial)
             else:
-                facts = self._settle(self._pair(trial, dim, small, padded), axes)
+                days = [trial, *self._other_days(dim, small, padded)]
+                facts = self._settle(days, self._faint(trial, dim, small, padded), axes)
             smallest = 1 if trial.holds_at_one(axes) else 2
             return dataclasses.replace(facts, axes=axes, smallest=smallest)
         except Fallback as refusal:
             return DimFacts(False, refusal.detail, refusal.reason, axes=axes)
 
-    def _pair(self, trial: DimTrial, dim: int, small: Sequence[int], padded: int) -> list[DimTrial]:
-        """The trial, and one more with real rows so small that no row of theirs hides the garbage:
-        what asks for any value above a threshold has its answer from the real rows else.
+    def _faint(
+        self, trial: DimTrial, dim: int, small: Sequence[int], padded: int
+    ) -> list[DimTrial]:
+        """One more trial with real rows so small that no row of theirs hides the garbage: what asks
+        for any value above a threshold has its answer from the real rows else.
         """
         if not any(map(self._is_float, trial.followers)):
-            return [trial]
+            return []
         faint = [leaf * FAINT if leaf.is_floating_point() else leaf for leaf in self._leaves]
-        return [trial, DimTrial(self._run, self._inputs, faint, dim, small, padded)]
+        return [DimTrial(self._run, self._inputs, faint, dim, small, padded)]
+
+    def _other_days(self, dim: int, small: Sequence[int], padded: int) -> list[DimTrial]:
+        """One more trial with weights and scalars as they may be another day: a gate that is closed
+        today hides what it lets through.
+        """
+        pairs = list(zip(self._leaves, self._inputs, strict=True))
+        leaves = [leaf if spec.axes else turned_on(leaf) for leaf, spec in pairs]
+        changed = any(a is not b for a, b in zip(leaves, self._leaves, strict=True))
+        if self._another_day is None and not changed:
+            return []
+        run = self._another_day or self._run
+        return [DimTrial(run, self._inputs, leaves, dim, small, padded)]
 
     def _trust(self, trial: DimTrial) -> DimFacts:
         fills = {i: self._named.get(self._inputs[i].name, REPEAT) for i in trial.followers}
         return DimFacts(True, "not probed", fills=fills, independent=True)
 
-    def _settle(self, trials: Sequence[DimTrial], axes: list[list[OutputAxis]]) -> DimFacts:
-        for controls in self._control_sets(trials[0]):
+    def _settle(
+        self, days: Sequence[DimTrial], faint: Sequence[DimTrial], axes: list[list[OutputAxis]]
+    ) -> DimFacts:
+        trials = [*days, *faint]
+        for controls in self._control_sets(days[0]):
             if all(self._neutral(trial, controls, axes) for trial in trials):
-                return self._facts(trials, controls, axes)
-        coupled = Reason.BATCH_COUPLED if trials[0].leading else Reason.PAD_NOT_NEUTRAL
+                facts = self._facts(trials, controls, axes)
+                apart = facts.independent and all(day.independent(axes) for day in days)
+                return dataclasses.replace(facts, independent=apart)
+        coupled = Reason.BATCH_COUPLED if days[0].leading else Reason.PAD_NOT_NEUTRAL
         raise Fallback(coupled, "values in padded rows change real results")
 
     def _neutral(
@@ -194,8 +220,7 @@ class Probe:
             raise Fallback(Reason.PAD_NOT_NEUTRAL, "the fill itself changes real results")
         named = {self._inputs[i].name: fill for i, fill in controls.items()}
         apart = not plain.draws and not plain.writes
-        independent = apart and trial.independent(axes)
-        return DimFacts(True, controls=named, fills=fills, independent=independent)
+        return DimFacts(True, controls=named, fills=fills, independent=apart)
 
     def _inert(
         self, trial: DimTrial, fills: Mapping[int, Fill], axes: list[list[OutputAxis]]

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from graphcache.call import Call
 from graphcache.delegate import Delegate
-from graphcache.errors import Fallback, GraphCacheError
+from graphcache.errors import Fallback, Finding, GraphCacheError
 from graphcache.explain import Explanation, ProbeReport
 from graphcache.miss import MissPath
 from graphcache.padding import Fill
@@ -278,6 +278,13 @@ class GraphCache(Delegate):
             except Fallback as fallback:
                 return ProbeReport({}, fallback.reason, fallback.detail)
 
+    def _look(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Finding], ProbeReport]:
+        """Everything found about a call, for `check`."""
+        with self._server.lock, torch.no_grad():
+            return self._miss.look(args, kwargs)
+
     def stats(self) -> Stats:
         """Counters so far; reading `graph_bytes` looks at the allocator, without synchronising."""
         with self._server.lock:
@@ -331,6 +338,7 @@ class GraphCache(Delegate):
     def _name(self) -> str:
         """What messages call the module: its class, or the function's name."""
         known = self._inner if self._inner is not None else self._wrapped
+        known = getattr(known, "_orig_mod", known)
         return getattr(known, "__name__", type(known).__name__)
 
     def _check(self) -> None:

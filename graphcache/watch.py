@@ -260,21 +260,22 @@ class Attributes:
         ]
         self._arrays = [(a, a.copy()) for a in values if isinstance(a, np.ndarray)]
 
-    def restore(self) -> bool:
-        """Put everything back; True if something had changed that no recorded hook computes."""
-        changed = False
+    def restore(self) -> list[str]:
+        """Put everything back; returns what had changed that no recorded hook computes."""
+        changed = []
         for live, kept, derived in self._taken:
             if not _alike(live, kept):
-                changed = changed or not _alike(_without(live, derived), _without(kept, derived))
+                if not _alike(_without(live, derived), _without(kept, derived)):
+                    changed.append(_what_changed(live, kept))
                 live.clear()
                 live.extend(kept) if isinstance(live, (list, deque)) else live.update(kept)
         for tensor, kept, place in self._tensors:
             if _place(tensor) != place:  # `.data =` and `set_` change an object's memory
-                changed = True
+                changed.append("the memory of a tensor that it holds")
                 tensor.data = kept
         for array, kept in self._arrays:
             if not np.array_equal(array, kept, equal_nan=array.dtype.kind in "fc"):
-                changed = True
+                changed.append("a NumPy array that it holds")
                 np.copyto(array, kept)
         return changed
 
@@ -290,6 +291,15 @@ def is_lazy(value: Any) -> bool:
 
 def _without(container: Any, names: set[str]) -> Any:
     return {k: v for k, v in container.items() if k not in names} if names else container
+
+
+def _what_changed(live: Any, kept: Any) -> str:
+    """For a dict the keys that are new, gone or hold another object; else the kind of container."""
+    if not isinstance(live, dict):
+        return f"a {type(live).__name__} that it holds"
+    gone = object()
+    names = [k for k in {**kept, **live} if live.get(k, gone) is not kept.get(k, gone)]
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _alike(live: Any, kept: Any) -> bool:

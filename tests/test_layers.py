@@ -9,13 +9,12 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 
 # Top first. A folder is one layer: its files may use each other. "graphcache" is the __init__.
 ORDER = [
-    "__main__", "cli", "demo", "graphcache", "runtime", "serving", "miss", "store", "knowledge",
-    "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial", "garbage", "callplan",
-    "cache", "graphs", "preflight", "generators",
-    "watch", "call", "dims", "shadow", "settings", "report", "tracing", "padding",
-    "hazards", "hostreads",
-    "compare", "signature", "delegate", "planning", "buckets", "stats", "errors", "reasons",
-    "version",
+    "__main__", "cli", "demo", "graphcache", "checking", "runtime", "serving", "miss", "store",
+    "knowledge", "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial",
+    "garbage", "callplan", "cache", "graphs", "compiled", "preflight", "otherweights",
+    "generators", "watch", "call", "dims", "shadow", "settings", "report", "tracing", "padding",
+    "hazards", "hostreads", "storages", "compare", "signature", "delegate", "planning", "buckets",
+    "stats", "errors", "reasons", "version",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -22,6 +22,7 @@ from graphcache.graphs import Graph
 from graphcache.hazards import operation_hazard
 from graphcache.hostreads import noticing_host_reads
 from graphcache.reasons import Reason
+from graphcache.storages import storage_id
 
 # Their results are memory without contents, which a replay leaves as it is.
 _ALLOCATIONS = frozenset(
@@ -107,15 +108,15 @@ class _Recorder(TorchDispatchMode):
         none.
         """
         given = {
-            _storage(tensor)
+            storage_id(tensor)
             for tensor in _pytree.tree_leaves((args, kwargs))
             if isinstance(tensor, Tensor)
         }
         found = result if isinstance(result, (tuple, list)) else (result,)
         places = []
         for index, tensor in enumerate(found):
-            if isinstance(tensor, Tensor) and _storage(tensor) not in given:
-                self._storages[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            if isinstance(tensor, Tensor) and storage_id(tensor) not in given:
+                self._storages[storage_id(tensor)] = tensor.untyped_storage().nbytes()
                 places.append((_frozen(tensor), index))
         return places
 
@@ -173,10 +174,6 @@ class RecordedBackend:
 
     def pool_bytes(self) -> int:
         return sum(self._live.values())
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _frozen(value: Any) -> Any:
