@@ -97,6 +97,91 @@ class TestDemo:
         assert [progress for _, _, progress in no_run] == [True, False]
 
 
+FACTORIES = """
+import torch
+
+class Third(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, scale=1.0):
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return self.layers[2](x) * x.sum().item()
+
+def faulty():
+    return Third(), (torch.randn(3, 4),), {"scale": 2.0}
+
+def fine():
+    return torch.nn.Linear(4, 2), torch.randn(3, 4)
+
+def nothing():
+    return torch.nn.Linear(4, 2)
+
+def broken():
+    raise KeyError("the factory's own")
+"""
+
+
+class TestCheck:
+    @pytest.fixture(autouse=True)
+    def project(self, tmp_path, monkeypatch):
+        """A package in the current folder, as users have it."""
+        (tmp_path / "shop").mkdir()
+        (tmp_path / "shop" / "models.py").write_text(FACTORIES)
+        monkeypatch.chdir(tmp_path)
+        yield
+        for name in ("shop", "shop.models"):
+            sys.modules.pop(name, None)
+
+    def test_a_fault_is_printed_with_its_line_and_gives_status_1(self, capsys):
+        assert cli.main(["check", "shop.models:faulty"]) == 1
+        out = capsys.readouterr().out
+        line = FACTORIES.splitlines().index("        return self.layers[2](x) * x.sum().item()") + 1
+        assert "Third: 1 finding\n" in out
+        assert f"models.py:{line}\n" in out
+        assert "to do: keep the decision on the device" in out
+
+    def test_json_for_machines(self, capsys):
+        assert cli.main(["check", "shop.models:faulty", "--json"]) == 1
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["module"], answer["ok"]) == ("Third", False)
+        (found,) = answer["findings"]
+        assert found["reason"] == "host-sync"
+        assert set(found) == {"reason", "what", "line", "remedy"}
+
+    def test_nothing_found_gives_status_0(self, capsys):
+        assert cli.main(["check", "shop.models:fine"]) == 0
+        assert capsys.readouterr().out.startswith("Linear: no findings\n")
+
+    @pytest.mark.parametrize(
+        ("factory", "said"),
+        [
+            ("shop.models:absent", "no attribute 'absent'"),
+            ("shop.nowhere:fine", "No module named 'shop.nowhere'"),
+            ("shop.models", "shop.models"),
+            (":fine", ":fine"),
+            ("shop.models:nothing", "return (module, args)"),
+        ],
+    )
+    def test_what_is_no_factory_gives_one_line_and_status_2(self, capsys, factory, said):
+        assert cli.main(["check", factory]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("graphcache: ")
+        assert err.count("\n") == 1
+        assert said in err
+
+    def test_the_factorys_own_error_is_not_hidden(self):
+        with pytest.raises(KeyError, match="the factory's own"):
+            cli.main(["check", "shop.models:broken"])
+
+    def test_the_search_path_is_left_as_it_was(self):
+        before = list(sys.path)
+        cli.main(["check", "shop.models:fine"])
+        assert sys.path == before
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("content", "said"),

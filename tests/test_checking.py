@@ -1,0 +1,200 @@
+"""`check`: every finding with its reason, operation and line; nothing for ordinary models."""
+
+import inspect
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from graphcache import GraphCache, Reason, check
+from graphcache.checking import Report
+from graphcache.errors import Finding
+
+HERE = Path(__file__).name
+
+
+def line_of(function, text):
+    """Where `text` stands in a function of this file, as reports give it."""
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+class Layer(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.act = act
+
+    def forward(self, x):
+        return self.act(self.linear(x))
+
+
+def reads(x):
+    return x + 1 if x.sum().item() > 0 else x
+
+
+def lists(x):
+    return x * len(x.tolist())
+
+
+def copies(x):
+    return x * x.cpu().sum()
+
+
+def decides(x):
+    if x.sum() > 0:
+        return x + 1
+    return x
+
+
+def counts(x):
+    return x[x[:, 0] > 0]
+
+
+def draws(x):
+    return x * random.random()
+
+
+FAULTS = {
+    "item": (reads, ".item()", Reason.HOST_SYNC),
+    "tolist": (lists, ".tolist()", Reason.HOST_SYNC),
+    "cpu": (copies, ".cpu()", Reason.HOST_COPY),
+    "if": (decides, "if x.sum()", Reason.HOST_SYNC),
+    "mask": (counts, "x[x[", Reason.DYNAMIC_OUTPUT),
+    "random": (draws, "random.random()", Reason.GENERATOR),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_third_layer_is_found_at_its_line(name):
+    act, text, reason = FAULTS[name]
+    net = nn.Sequential(Layer(torch.relu), Layer(torch.relu), Layer(act), Layer(torch.relu))
+    report = check(net, torch.randn(3, 4))
+    found = report.findings[0]
+    assert not report.ok
+    assert found.reason == reason
+    assert found.line.endswith(f"{HERE}:{line_of(act, text)}")
+    assert found.line in str(report)
+    assert reason.remedy in str(report)
+
+
+def test_all_faults_are_listed_in_their_order_each_once():
+    """Not only the first one, and one in a loop once."""
+
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            for _ in range(3):
+                x = x + len(x.tolist())
+            x = x + x.cpu()
+            return x * x.sum().item()
+
+    found = [str(finding.reason) for finding in check(Many(), torch.randn(3, 4)).findings]
+    assert found == ["host-sync", "host-copy", "host-sync", "state-written"]
+
+
+def test_a_changed_attribute_is_named():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.steps, self.kept = 0, {}
+
+        def forward(self, x):
+            self.steps += 1
+            self.kept["last"] = 1
+            return x + 1
+
+    net = Counting()
+    (found,) = check(net, torch.ones(3, 4)).findings
+    assert "`steps`" in found.what
+    assert "`last`" in found.what
+    assert (net.steps, net.kept) == (0, {})
+
+
+def test_a_coupling_is_a_finding_and_in_the_table():
+    report = check(nn.BatchNorm1d(4), torch.randn(3, 4))
+    (found,) = report.findings
+    assert found.reason == Reason.BATCH_COUPLED
+    assert "dim batch" in found.what
+    assert not report.probe.dims["batch"].neutral
+    assert "batch-coupled" in str(report).splitlines()[-1]
+
+
+def test_an_error_of_the_module_is_a_finding():
+    (found,) = check(nn.Linear(4, 2), torch.randn(3, 5)).findings
+    assert found.reason == Reason.CAPTURE_FAILED
+    assert "mat1 and mat2" in found.what
+
+
+def test_a_cache_is_checked_under_its_own_dims():
+    """A mean over a length, neutral once the mask is there to hold the columns out."""
+
+    def mean(x, mask):
+        weight = mask.unsqueeze(-1).to(x.dtype)
+        return (x * weight).sum(1) / weight.sum(1)
+
+    both = {0: "batch", 1: "seq"}
+    options = {"buckets": {"batch": [8], "seq": [16]}, "dynamic_shapes": {"x": both, "mask": both}}
+    x, mask = torch.randn(3, 5, 4), torch.ones(3, 5, dtype=torch.bool)
+    assert check(GraphCache(mean, **options), x, mask).ok
+    plain = {"buckets": {"seq": [16]}, "dynamic_shapes": {"x": {1: "seq"}}}
+    (found,) = check(GraphCache(lambda x: x.mean(1), **plain), x).findings
+    assert found.reason == Reason.PAD_NOT_NEUTRAL
+
+
+def test_keyword_arguments_and_exact_caches():
+    assert check(nn.Linear(4, 2), input=torch.ones(3, 4)).ok
+    assert check(GraphCache(nn.Linear(4, 2)), torch.ones(3, 4)).ok
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), torch.randn(3, 4)),
+        lambda: (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8)),
+        lambda: (nn.GRU(4, 4, batch_first=True), torch.randn(3, 5, 4)),
+        lambda: (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(3, 5, 8)),
+        lambda: (nn.Sequential(nn.Dropout(), nn.Linear(4, 2)).train(), torch.randn(3, 4)),
+    ],
+    ids=["mlp", "conv", "gru", "encoder", "dropout"],
+)
+def test_ordinary_modules_have_no_finding(make):
+    module, x = make()
+    if not isinstance(module[0] if isinstance(module, nn.Sequential) else module, nn.Dropout):
+        module.eval()
+    report = check(module, x)
+    assert report.findings == ()
+    assert report.ok
+
+
+def test_everything_is_as_before():
+    """Parameters, buffers, generators; nothing stays in a cache that was passed but its graph."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()).train()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    x = torch.randn(3, 4)
+    state = torch.get_rng_state()
+    check(net, x)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_report_prints_as_a_table():
+    findings = (
+        Finding(Reason.HOST_SYNC, "aten::item", "model.py:3"),
+        Finding(Reason.HOOKS, "Linear has forward hooks"),
+    )
+    assert str(Report("Net", findings)).splitlines() == [
+        "Net: 2 findings",
+        "host-sync: aten::item",
+        "    at model.py:3",
+        f"    to do: {Reason.HOST_SYNC.remedy}",
+        "hooks: Linear has forward hooks",
+        f"    to do: {Reason.HOOKS.remedy}",
+    ]
+    assert str(Report("Net")) == "Net: no findings"
