@@ -131,6 +131,7 @@ class GraphLRU(Cache[Key, Entry]):
 
     def count_use(self, key: Key) -> int:
         """Count one use of a key that has no graph; returns its uses so far, aged."""
+        self.tick += 1  # so that a flood of keys that are never captured ages too
         self._age()
         self._waiting[key] += 1
         return self._waiting[key]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
+from graphcache.garbage import counted_down
 from graphcache.padding import allocate, fit
 from graphcache.reasons import Reason
 from graphcache.signature import Input, Modes, Node, Signature, Spec, dim_order, flatten, unflatten
@@ -44,7 +45,8 @@ class Binder:
         arguments: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                arguments.update(value)
+                taken = self._signature.parameters  # `f(x, *args, **kw)` may be called with args=3
+                arguments |= {f"{name}.{k}" if k in taken else k: v for k, v in value.items()}
             else:
                 arguments[name] = value
         return arguments
@@ -205,7 +207,10 @@ class Reading:
         inputs = self.signature.inputs
         pairs = zip(self.call.tensors, inputs, strict=True)
         tensors = [
-            allocate(spec, sizes, t.device).copy_(fit(t.detach(), spec, sizes)) for t, spec in pairs
+            allocate(spec, sizes, t.device).copy_(
+                counted_down(fit(t.detach(), spec, sizes), spec, self.sizes, sizes)
+            )
+            for t, spec in pairs
         ]
         return self.call.around(tensors)
 

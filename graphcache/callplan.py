@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from graphcache.cache import Entry
+from graphcache.errors import Fallback
 from graphcache.graphs import Backend
 from graphcache.padding import Fill, OutputAxis, cut, head, tails, volume
+from graphcache.reasons import Reason
 from graphcache.signature import LEAF, unflatten
+from graphcache.storages import storage_id
 
 Axes = Sequence[Sequence[OutputAxis]]
 
@@ -78,6 +81,8 @@ class CallPlan:
         dirty.
         """
         entry, heads = self.entry, self.heads
+        if entry.writes:
+            _refuse_written(leaves, entry.writes)
         if entry.handed_out:
             leaves, heads = _foreign(leaves, heads)
         if len(leaves) == 1:
@@ -91,14 +96,15 @@ class CallPlan:
                 refill()
             entry.filled_for = self
 
-    def run(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, leaves: Sequence[Tensor], lend: bool = True) -> list[Tensor]:
         """Order the stream, fill, replay, and copy the static outputs out before another graph of
         the pool may overwrite them.
         """
         self._enter()
         self.fill(leaves)
         self.entry.graph.replay()
-        return [self._give(view) for view in self.views]
+        give = self._give if lend else Tensor.clone
+        return [give(view) for view in self.views]
 
     def result(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Any:
         """The module's result around these output tensors; inputs that it returns are the caller's
@@ -111,8 +117,12 @@ class CallPlan:
         for origin, state in zip(self.entry.origins, self._state, strict=True):
             if origin.kind == "made":
                 made.append(outputs[self._place[origin.place]])
+            elif origin.kind == "input":
+                made.append(leaves[self._slots[origin.place]])
+            elif state is not None and origin.kind == "state view":
+                made.append(state.view_as(state))  # eager makes a new one each time
             else:
-                made.append(leaves[self._slots[origin.place]] if origin.kind == "input" else state)
+                made.append(state)
         return unflatten(spec, iter(made))
 
 
@@ -125,6 +135,15 @@ def results(entry: Entry, axes: Axes, sizes: Sequence[int]) -> dict[int, Tensor]
         if origin.kind == "made":
             views[origin.place] = cut(entry.graph.outputs[origin.place], cuts, sizes)
     return views
+
+
+def _refuse_written(leaves: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    """Refuse inputs that are state of the module which the graph writes: eager sees the write in
+    them, a static input holds what they were before.
+    """
+    written = {storage_id(tensor) for tensor in writes}
+    if any(storage_id(leaf) in written for leaf in leaves):
+        raise Fallback(Reason.STATE_WRITTEN, "an input shares memory with state that is written")
 
 
 def _foreign(

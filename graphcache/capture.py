@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from graphcache.attributes import Attributes
 from graphcache.cache import Entry, Key
 from graphcache.call import Reading
 from graphcache.callplan import results
 from graphcache.compare import all_close, all_same, close
 from graphcache.errors import CaptureError, Fallback
 from graphcache.facts import Facts, Learner
+from graphcache.garbage import counted_down
 from graphcache.generators import RandomStates
 from graphcache.graphs import Backend
+from graphcache.holdings import Slots
 from graphcache.padding import allocate, fit, head, tails
 from graphcache.preflight import Observation, as_captured
 from graphcache.reasons import Reason
 from graphcache.signature import Input, flatten
 from graphcache.storages import storage_bytes
-from graphcache.watch import Attributes
 
 
 class Capturer:
@@ -78,7 +80,7 @@ class Capturer:
                 if o.kind == "made"
             }
             state.extend(
-                leaf if o.kind == "state" else None
+                leaf if o.kind.startswith("state") else None
                 for o, leaf in zip(seen.origins, leaves, strict=True)
             )
             return list(made.values())
@@ -92,7 +94,7 @@ class Capturer:
     @contextlib.contextmanager
     def _undone(self, seen: Observation | Entry) -> Iterator[None]:
         """Undo what a run outside the observer does to state, by what the preflight saw it do."""
-        attributes, generators = Attributes(self._module), RandomStates(self._backend.device)
+        attributes, generators = Attributes(Slots(self._module)), RandomStates(self._backend.device)
         kept = [(storage_bytes(tensor), storage_bytes(tensor).clone()) for tensor in seen.writes]
         try:
             yield
@@ -154,6 +156,7 @@ class Capturer:
     ) -> list[Tensor]:
         bucket, inputs = entry.key[1], entry.key[0].inputs
         for static, spec, fill in zip(entry.inputs, inputs, facts.fills(len(inputs)), strict=True):
+            static.copy_(counted_down(static, spec, bucket, real))
             if turned:
                 _turn(static, spec, real, bucket)
             for refill in tails(static, spec, real, bucket, fill):

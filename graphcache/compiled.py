@@ -1,15 +1,30 @@
-"""Modules that torch.compile gave CUDA graphs of their own, which cannot be captured again."""
+"""Code that was through torch.compile: kept from being spoilt by trials, and refused where it has
+CUDA graphs of its own, which cannot be captured again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphcache.errors import Finding
+from graphcache.holdings import tree
 from graphcache.reasons import Reason
-from graphcache.watch import tree
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Run compiled code as it was written. Needed around a dispatch mode of ours: torch.compile
+    would see the mode, skip the code, and go on skipping it for the rest of the process.
+    """
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes long
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def own_graphs(target: Callable[..., Any], module: nn.Module | None) -> list[Finding]:

@@ -13,19 +13,21 @@ from typing import Any
 
 from torch import nn
 
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
 
 class Delegate(nn.Module):
-    """Forwards attributes, modes and state to `inner`; subclasses list their own attributes in
-    `_own`.
+    """Forwards attributes, modes and state to `inner`, except those in `_own`: a wrapper that
+    somebody puts around this object's `forward`, and what its own hooks need.
     """
 
-    _own: frozenset[str] = frozenset()
+    _own: frozenset[str] = frozenset({"forward", "_is_full_backward_hook"})
 
     def __init__(self, inner: nn.Module | None) -> None:
         super().__init__()
         object.__setattr__(self, "_inner", inner)
         if inner is not None:
-            for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            for shared in _SHARED:
                 self.__dict__[shared] = inner.__dict__[shared]
             del self.__dict__["training"]  # read from the inner module
 

@@ -34,6 +34,11 @@ class DynamicDims:
         self.implicit = dynamic_shapes is None
         if isinstance(dynamic_shapes, (tuple, list)):
             dynamic_shapes = dict(zip(parameters, dynamic_shapes, strict=False))
+        if not isinstance(dynamic_shapes, (Mapping, type(None))):
+            raise BucketError(
+                f"`dynamic_shapes` is {dynamic_shapes!r}; pass a dict by argument, "
+                "e.g. {'x': {0: 'batch'}}, or a tuple in the order of the arguments."
+            )
         self._spec: Mapping[str, Any] = dynamic_shapes or {}
         unknown = [name for name in self._spec if name not in parameters]
         if unknown and not open_ended:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graphcache.compare import all_close, all_same
 from graphcache.errors import Fallback
-from graphcache.garbage import Garbage, placed, unlike, varied, weighted
+from graphcache.garbage import Garbage, counted_down, placed, unlike, varied, weighted
 from graphcache.padding import Fill, OutputAxis, allocate, cut, head, tails
 from graphcache.preflight import Observation
 from graphcache.reasons import Reason
@@ -101,7 +101,7 @@ class DimTrial:
         try:
             seen = self._run(
                 [
-                    placed(leaf, spec, one)
+                    counted_down(placed(leaf, spec, one), spec, self._sizes, one)
                     for leaf, spec in zip(self._leaves, self._inputs, strict=True)
                 ]
             )
@@ -121,12 +121,13 @@ class DimTrial:
         return not all_same(b, again) and all_close(a, b)
 
     def matches_real(self, padded: Observation, axes: list[list[OutputAxis]]) -> bool:
-        """Whether the padded run agrees with the real one; not comparable if the runs draw random
-        numbers.
+        """Whether the padded run agrees with the real one. Of runs that draw random numbers only
+        NaN can be told, which spreads through draws as through anything else.
         """
-        return padded.draws or all_close(
-            self._real_part(padded, axes), [*self.real.outputs, *self.real.written]
-        )
+        ours, theirs = self._real_part(padded, axes), [*self.real.outputs, *self.real.written]
+        if padded.draws:
+            return _has_nan(theirs) or not _has_nan(ours)
+        return all_close(ours, theirs)
 
     def _real_part(self, seen: Observation, axes: list[list[OutputAxis]]) -> list[Tensor]:
         return [
@@ -187,6 +188,10 @@ class DimTrial:
             if dim == self._dim:
                 static = static.narrow(axis, start, stop - start)
         return static.clone()
+
+
+def _has_nan(tensors: Sequence[Tensor]) -> bool:
+    return any(bool(tensor.isnan().any()) for tensor in tensors)
 
 
 def _line(

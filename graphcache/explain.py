@@ -46,6 +46,7 @@ class Explanation:
             rows.append(("pieces", " + ".join("x".join(map(str, piece)) for piece in self.pieces)))
         if self.reason is not None:
             rows.append(("reason", f"{self.reason}: {self.detail or self.reason.phrase}"))
+            rows.append(("to do", self.reason.remedy))
         rows += [("differs" if i == 0 else "", line) for i, line in enumerate(self.nearest)]
         return "\n".join(f"{name:<8}{text}" for name, text in rows)
 

@@ -19,11 +19,12 @@ from graphcache.call import Call, Reading
 from graphcache.compare import all_close
 from graphcache.compiled import own_graphs
 from graphcache.errors import Fallback, Finding
+from graphcache.garbage import other_rows
 from graphcache.graphs import Backend
 from graphcache.otherweights import Substitutes, other_weights
 from graphcache.padding import Fill, OutputAxis, fit
 from graphcache.preflight import Observation, observe
-from graphcache.probe import DimFacts, Probe
+from graphcache.probe import HINT, DimFacts, Probe
 from graphcache.reasons import Reason
 from graphcache.signature import flatten
 
@@ -40,6 +41,8 @@ class Facts:
     writes: bool = False
     aliases: bool = False
     dims: tuple[DimFacts, ...] | None = None
+    uncut: Fallback | None = None  # why calls must not be served in pieces, once that went wrong
+    cuts: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)  # compared with eager
     failed: dict[tuple[int, ...], Fallback] = field(default_factory=dict)
 
     def unpadded(self, sizes: Sequence[int]) -> frozenset[int]:
@@ -53,7 +56,8 @@ class Facts:
     def why_unpadded(self, dim: int) -> Fallback:
         facts = self.dims[dim] if self.dims else DimFacts(True)
         if facts.neutral:
-            return Fallback(Reason.UNSUPPORTED_OUTPUT, "results have another form at size 1")
+            detail = "results have another form, or other values, at size 1"
+            return Fallback(Reason.UNSUPPORTED_OUTPUT, detail)
         return Fallback(facts.reason, facts.detail)
 
     def axes(self) -> list[list[OutputAxis]]:
@@ -123,8 +127,8 @@ class Learner:
             seen.findings.append(Finding(Reason.INPUT_MUTATED, what))
         return seen
 
-    def first_look(self, reading: Reading) -> tuple[Facts, Observation]:
-        """Run the call as it is, on copies.
+    def first_look(self, reading: Reading) -> tuple[Facts, list[Tensor]]:
+        """Run the call as it is, on copies; also the tensors that the run read.
 
         Raises:
             Exception: whatever the module raises; eager raises the same to the caller.
@@ -144,7 +148,7 @@ class Learner:
         facts.refused = seen.hazard
         if reading.lifted and facts.refused is None:
             facts.refused = self._judge_lifting(call, seen)
-        return facts, seen
+        return facts, seen.reads
 
     def _judge_lifting(self, call: Call, lifted: Observation) -> Fallback | None:
         """CPU inputs of a CUDA module may be handed to it on the device only if eager takes them as
@@ -162,9 +166,10 @@ class Learner:
         """For each other tensor as long as the batch: does it follow the batch, or have that length
         by chance?
 
-        Each is tried by cutting the others but not it: an error or changed rows mean that it
-        follows. It also does if cutting it alone cuts the leading axis of a result. At fewer than 4
-        rows, rows are repeated first, so that no axis of length 1 can broadcast.
+        Each is tried by cutting the others but not it, and by a row more of them: an error or
+        changed rows mean that it follows. It also does if cutting it alone cuts the leading axis of
+        a result. At fewer than 4 rows, rows are repeated first, so that no axis of length 1 can
+        broadcast.
         """
         call, inputs = reading.call, reading.signature.inputs
         rows = max(4, reading.sizes[0])
@@ -184,33 +189,31 @@ class Learner:
         self, call: Call, full: list[Tensor], whole: Observation, reading: Reading, path: str
     ) -> bool:
         inputs, k = reading.signature.inputs, reading.paths.index(path)
-        fewer = (len(full[k]) - 1,)
-        others = [
-            t if i == k else fit(t, s, fewer)
-            for i, (t, s) in enumerate(zip(full, inputs, strict=True))
-        ]
-        alone = [
-            fit(t, s, fewer) if i == k else t
-            for i, (t, s) in enumerate(zip(full, inputs, strict=True))
-        ]
-        return not self._same_rows(call, others, whole, fewer[0]) or self._cuts_rows(
-            call, alone, whole, fewer[0]
+        rows = len(full[k])
+
+        def sized(own: int, others: int) -> list[Tensor]:
+            sizes = [(own if i == k else others,) for i in range(len(full))]
+            return [fit(*parts) for parts in zip(full, inputs, sizes, strict=True)]
+
+        apart = self._same_rows(call, sized(rows, rows - 1), whole, rows - 1) and self._same_rows(
+            call, sized(rows, rows + 1), whole, rows + 1
         )
+        return not apart or self._cuts_rows(call, sized(rows - 1, rows), whole, rows - 1)
 
     def _same_rows(self, call: Call, tensors: list[Tensor], whole: Observation, rows: int) -> bool:
         try:
-            part = self.observe(call, [t.clone() for t in tensors])
+            seen = self.observe(call, [t.clone() for t in tensors])
         except Exception:
             return False
         return (
-            part.spec == whole.spec
+            seen.spec == whole.spec
             and all(
-                p.dim() == w.dim()
-                and (p.dim() == 0 or len(p) == rows or len(p) == len(w))
-                and _prefix_close(p, w)
-                for p, w in zip(part.outputs, whole.outputs, strict=True)
+                s.dim() == w.dim()
+                and (s.dim() == 0 or len(s) == rows or len(s) == len(w))
+                and _common_close(s, w)
+                for s, w in zip(seen.outputs, whole.outputs, strict=True)
             )
-            and any(p.shape != w.shape for p, w in zip(part.outputs, whole.outputs, strict=True))
+            and any(s.shape != w.shape for s, w in zip(seen.outputs, whole.outputs, strict=True))
         )
 
     def _cuts_rows(self, call: Call, tensors: list[Tensor], whole: Observation, rows: int) -> bool:
@@ -220,13 +223,13 @@ class Learner:
             return False
         pairs = list(zip(part.outputs, whole.outputs, strict=False))
         return any(p.dim() and len(p) == rows and len(w) == rows + 1 for p, w in pairs) and all(
-            p.dim() == w.dim() and _prefix_close(p, w) for p, w in pairs
+            p.dim() == w.dim() and _common_close(p, w) for p, w in pairs
         )
 
     def probe(self, reading: Reading, bucket: Sequence[int]) -> tuple[DimFacts, ...]:
         """Probe every dim between this call's sizes and the bucket's."""
         signature = reading.signature
-        tensors = [t.detach().to(self._backend.device) for t in reading.call.tensors]
+        tensors, sizes = self._doubled(reading)
         held = () if self._module is None else self._module.parameters()
         weights = {} if self._trusting else other_weights(held)
         today, another_day = (
@@ -236,12 +239,32 @@ class Learner:
             today,
             signature.inputs,
             tensors,
+            sizes,
             self._fill,
             self._trusting,
             another_day if weights else None,
         )
-        dims = tuple(probe.dim(i, reading.sizes, bucket[i]) for i in range(len(bucket)))
+        dims = tuple(probe.dim(i, bucket[i]) for i in range(len(bucket)))
         return _apart(dims)
+
+    def _doubled(self, reading: Reading) -> tuple[list[Tensor], tuple[int, ...]]:
+        """The call's tensors with two entries where a dim has one, and the sizes that they have.
+
+        One row alone hides much: relative to the best row, or centred, it is zero, and whatever
+        another dim's padding does to it stays zero. A call that takes one row only stays as it is.
+        """
+        call, inputs = reading.call, reading.signature.inputs
+        tensors = [t.detach().to(self._backend.device) for t in call.tensors]
+        sizes = tuple(max(2, size) for size in reading.sizes)
+        if len(sizes) == 1 or sizes == reading.sizes:
+            return tensors, reading.sizes
+        pairs = zip(tensors, inputs, strict=True)
+        doubled = [other_rows(tensor, spec, reading.sizes, sizes) for tensor, spec in pairs]
+        try:
+            self._checked(call, {}, [tensor.clone() for tensor in doubled])
+        except Fallback:
+            return tensors, reading.sizes
+        return doubled, sizes
 
     def _checked(self, call: Call, weights: Substitutes, tensors: list[Tensor]) -> Observation:
         """A probe's run: errors at another size are an answer, except want of memory."""
@@ -251,7 +274,7 @@ class Learner:
             raise
         except Exception as error:
             what = f"{type(error).__name__} at another size: {error}".splitlines()[0]
-            raise Fallback(Reason.PAD_NOT_NEUTRAL, what) from error
+            raise Fallback(Reason.PAD_NOT_NEUTRAL, f"{what}; {HINT}") from error
         if seen.hazard is not None:
             raise seen.hazard.again()
         return seen
@@ -284,14 +307,13 @@ def _apart(dims: tuple[DimFacts, ...]) -> tuple[DimFacts, ...]:
     detail = (
         "an axis of a result follows two dynamic dims"
         if shared
-        else "an axis of a result follows no line"
+        else f"an axis of a result does not follow a dim; {HINT}"
     )
     return tuple(DimFacts(False, detail, Reason.UNSUPPORTED_OUTPUT) for _ in dims)
 
 
-def _prefix_close(part: Tensor, whole: Tensor) -> bool:
-    """Whether `part` is the leading block of `whole`."""
-    for axis, (p, w) in enumerate(zip(part.shape, whole.shape, strict=True)):
-        if p < w:
-            whole = whole.narrow(axis, 0, p)
-    return all_close([part], [whole])
+def _common_close(a: Tensor, b: Tensor) -> bool:
+    """Whether the leading blocks that both have are close."""
+    for axis, size in enumerate(map(min, a.shape, b.shape)):
+        a, b = a.narrow(axis, 0, size), b.narrow(axis, 0, size)
+    return all_close([a], [b])

@@ -91,6 +91,30 @@ def turned_on(leaf: Tensor) -> Tensor:
     return leaf
 
 
+def other_rows(leaf: Tensor, spec: Input, old: Sequence[int], new: Sequence[int]) -> Tensor:
+    """A leaf grown to new sizes by rows of its own, floats at half their value."""
+    grown = placed(leaf, spec, new)
+    if grown.is_floating_point() or grown.is_complex():
+        for axis, dim in spec.axes:
+            if new[dim] > old[dim]:
+                grown.narrow(axis, old[dim], new[dim] - old[dim]).mul_(0.5)
+    return grown
+
+
+def counted_down(leaf: Tensor, spec: Input, old: Sequence[int], new: Sequence[int]) -> Tensor:
+    """Integers that may count the entries of a dim (lengths), no larger than its new size; what is
+    an index stays one.
+    """
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool:
+        return leaf
+    follows = {dim for _, dim in spec.axes}
+    for dim, (before, now) in enumerate(zip(old, new, strict=True)):
+        if now < before and dim not in follows and leaf.numel():
+            if now < int(leaf.max()) <= before:
+                leaf = leaf.clamp(max=now)
+    return leaf
+
+
 def extreme(value: float) -> Garbage:
     def make(real: Tensor, tail: Tensor, axis: int) -> Tensor:
         if real.is_floating_point() or real.is_complex():

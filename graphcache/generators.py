@@ -5,6 +5,7 @@ put them back.
 from __future__ import annotations
 
 import functools
+import io
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from graphcache.watch import tree
+from graphcache.errors import Fallback
+from graphcache.holdings import Slots
+from graphcache.reasons import Reason
 
 
 class RandomStates:
@@ -26,13 +29,13 @@ class RandomStates:
     """
 
     def __init__(
-        self, device: torch.device, module: nn.Module | None = None, alone: bool | None = None
+        self, device: torch.device, slots: Slots | None = None, alone: bool | None = None
     ) -> None:
         self._device = device
         self._torch = self._torch_states()
         self._alone = threading.active_count() == 1 if alone is None else alone
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._held = list(_held_generators(module))
+        self._held = list(_held_generators(slots)) if slots is not None else []
 
     def _torch_states(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
@@ -80,20 +83,28 @@ class RandomStates:
 Held = tuple[Callable[[], Any], Callable[[Any], object], Any]
 
 
-def _held_generators(module: nn.Module | None) -> Iterator[Held]:
+def _held_generators(slots: Slots) -> Iterator[Held]:
     """How to read and to put back each generator that a module holds, and its state."""
-    for submodule in tree(module):
-        for value in vars(submodule).values():
-            if isinstance(value, random.Random):
-                yield value.getstate, value.setstate, value.getstate()
-            elif isinstance(value, torch.Generator):
-                yield value.get_state, value.set_state, value.get_state()
-            elif isinstance(value, np.random.RandomState):
-                yield value.get_state, value.set_state, value.get_state()
-            elif isinstance(value, np.random.Generator):
-                bits = value.bit_generator
-                put = functools.partial(setattr, bits, "state")
-                yield functools.partial(getattr, bits, "state"), put, bits.state
+    for _, _, value in slots.places:
+        if isinstance(value, random.Random):
+            yield value.getstate, value.setstate, value.getstate()
+        elif isinstance(value, torch.Generator):
+            yield value.get_state, value.set_state, value.get_state()
+        elif isinstance(value, np.random.RandomState):
+            yield value.get_state, value.set_state, value.get_state()
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            put = functools.partial(setattr, bits, "state")
+            yield functools.partial(getattr, bits, "state"), put, bits.state
+
+
+def refuse_iterators(slots: Slots) -> None:
+    """Raise the `generator` fallback for a module that holds an iterator: whoever draws from one
+    cannot put it back, so nothing may be tried.
+    """
+    for _, name, value in slots.places:
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            raise Fallback(Reason.GENERATOR, f"the module holds an iterator in `{name}`")
 
 
 def _equal(ours: Any, theirs: Any) -> bool:

@@ -8,11 +8,11 @@ Sources: the tags of PyTorch's operator schemas, and the operations measured to 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from graphcache.reasons import Reason
 
@@ -47,9 +47,10 @@ def operation_hazard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return Reason.DYNAMIC_OUTPUT, f"{name} with a boolean mask"
     elif torch.Tag.dynamic_output_shape in func.tags and not _given_size(name, kwargs):
         return Reason.DYNAMIC_OUTPUT, name
-    if any(leaf.is_nested for leaf in _tensors((args, kwargs))):
+    tensors = tensors_in((*args, *kwargs.values()))
+    if any(tensor.is_nested for tensor in tensors):
         return Reason.DYNAMIC_OUTPUT, f"{name} on a nested tensor"
-    if _crosses_devices(func, args, kwargs):
+    if _crosses_devices(func, tensors, kwargs):
         return Reason.HOST_COPY, name
     return None
 
@@ -70,8 +71,7 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
     return not (fills and all(index.dtype in _MASKS for index in indices))
 
 
-def _crosses_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+def _crosses_devices(func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
     kinds = {tensor.device.type for tensor in tensors}
     target = kwargs.get("device")
     if target is not None and tensors and func.name().startswith("aten::_to_copy"):
@@ -94,8 +94,15 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     if func.name().split(".")[0] in _HIDDEN_WRITES and args[5]:
         found += args[3:5]
-    return _tensors(found)
+    return tensors_in(found)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+def tensors_in(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments of an operation, which are flat but for lists."""
+    found = []
+    for value in arguments:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found

@@ -13,11 +13,13 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
+from graphcache.errors import Fallback
 from graphcache.reasons import Reason
 
 Note = Callable[[Reason, str], None]
@@ -38,6 +40,9 @@ _READS = (
     (torch.random, "manual_seed", Reason.GENERATOR, "torch.random.manual_seed()"),
     (torch.cuda, "manual_seed", Reason.GENERATOR, "torch.cuda.manual_seed()"),
     (torch.cuda, "manual_seed_all", Reason.GENERATOR, "torch.cuda.manual_seed_all()"),
+    (torch, "set_rng_state", Reason.GENERATOR, "torch.set_rng_state() or fork_rng()"),
+    (torch.random, "set_rng_state", Reason.GENERATOR, "torch.random.set_rng_state()"),
+    (torch.cuda, "set_rng_state", Reason.GENERATOR, "torch.cuda.set_rng_state() or fork_rng()"),
 )
 
 
@@ -57,54 +62,109 @@ def _draws(owner: Any, example: Any) -> list[tuple[Any, str, Reason, str]]:
 
 
 _DRAWS = (*_draws(random, random.random), *_draws(np.random, np.random.rand))
+# Work for another thread, where no trial sees it, and which may wait for what this thread holds.
+_HAND_OVERS = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
 _FACTORIES = ("tensor", "as_tensor", "asarray")
+
+
+# Says what to note of a call; what it raises ends the trial.
+Judge = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Reason, str] | None]
+
+
+class _Hearing(threading.local):
+    """Whom the stand-ins tell, in each thread."""
+
+    note: Note | None = None
+
+
+_hearing = _Hearing()
+_installing = threading.Lock()
+_installed = 0
 
 
 @contextlib.contextmanager
 def noticing_host_reads(note: Note) -> Iterator[None]:
     """Tell `note` of each host read of this thread; what it raises stops the read."""
-    me = threading.get_ident()
-    with contextlib.ExitStack() as stack:
-        for owner, name, reason, text in (*_READS, *_DRAWS):
-            always = functools.partial(_always, reason, text)
-            stack.enter_context(_standing_in(owner, name, always, note, me))
-        stack.enter_context(_standing_in(torch.Tensor, "to", _to_the_cpu, note, me))
-        for name in _FACTORIES:
-            made = functools.partial(_made_for_the_device, name)
-            stack.enter_context(_standing_in(torch, name, made, note, me))
-        yield
-
-
-Judge = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Reason, str] | None]
-
-
-@contextlib.contextmanager
-def _standing_in(owner: Any, name: str, judge: Judge, note: Note, thread: int) -> Iterator[None]:
-    original = getattr(owner, name)
-    own = name in vars(owner)
-
-    @functools.wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            found = judge(args, kwargs)
-            if found is not None:
-                note(*found)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, stand_in)
+    outer, _hearing.note = _hearing.note, note
+    _install(+1)
     try:
         yield
     finally:
-        if own:
-            setattr(owner, name, original)
+        _install(-1)
+        _hearing.note = outer
+
+
+def _install(change: int) -> None:
+    """Put the stand-ins in place for the first who listens, and take them away after the last."""
+    global _installed
+    with _installing:
+        if _installed == 0:
+            for stand_in in _stand_ins():
+                stand_in.install()
+        _installed += change
+        if _installed == 0:
+            for stand_in in _stand_ins():
+                stand_in.remove()
+
+
+class _StandIn:
+    """Stands in for `owner.name`; made once, since a trial needs a hundred of them."""
+
+    def __init__(self, owner: Any, name: str, judge: Judge) -> None:
+        self._owner, self._name, self._judge = owner, name, judge
+        self._own = name in vars(owner)  # else inherited, from the C base of Tensor
+        self._original: Any = None
+
+    def install(self) -> None:
+        original = getattr(self._owner, self._name)
+        if original is not self._original:  # at first, or somebody else put one in its place
+            self._original, self._function = original, self._around(original)
+        setattr(self._owner, self._name, self._function)
+
+    def remove(self) -> None:
+        if self._own:
+            setattr(self._owner, self._name, self._original)
         else:
-            delattr(owner, name)  # inherited, from the C base of Tensor
+            delattr(self._owner, self._name)
+
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        judge = self._judge
+
+        @functools.wraps(original)
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if _hearing.note is not None:
+                found = judge(args, kwargs)
+                if found is not None:
+                    _hearing.note(*found)
+            return original(*args, **kwargs)
+
+        return stand_in
+
+
+@functools.cache
+def _stand_ins() -> list[_StandIn]:
+    always = [
+        _StandIn(owner, name, functools.partial(_always, reason, text))
+        for owner, name, reason, text in (*_READS, *_DRAWS)
+    ]
+    handed = [
+        _StandIn(owner, name, functools.partial(_handed_over, f"{owner.__name__}.{name}()"))
+        for owner, name in _HAND_OVERS
+    ]
+    made = [
+        _StandIn(torch, name, functools.partial(_made_for_the_device, name)) for name in _FACTORIES
+    ]
+    return [*always, _StandIn(torch.Tensor, "to", _to_the_cpu), *handed, *made]
 
 
 def _always(
     reason: Reason, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Reason, str]:
     return reason, text
+
+
+def _handed_over(text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise Fallback(Reason.OPAQUE_CODE, f"forward hands work to another thread: {text}")
 
 
 def _to_the_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Reason, str] | None:

@@ -106,16 +106,24 @@ class Knowledge:
         return [Finding(facts.refused.reason, facts.refused.detail)]
 
     def _learn(self, reading: Reading) -> Facts:
-        facts, seen = self._trial(lambda: self._learner.first_look(reading))
-        self._watch.follow(seen.reads)
+        try:
+            facts, reads = self._trial(lambda: self._learner.first_look(reading))
+        except Fallback as fallback:
+            if fallback.reason in (Reason.OUT_OF_MEMORY, Reason.CAPTURE_FAILED):
+                raise  # of this call, perhaps not of the next one
+            facts, reads = Facts(refused=fallback.again()), []
+        self._watch.follow(reads)
         if torch.is_grad_enabled() and self._watch.needs_grad():
             raise Fallback(Reason.GRAD)  # because of a tensor that only the run showed
         if self.trusting and self._dims.implicit and not self._exact:
             detail = 'verify="off" pads only dims named in `dynamic_shapes`'
             facts.dims = (DimFacts(False, detail, Reason.PAD_NOT_NEUTRAL),)
         self._facts[reading.signature] = facts
-        with plain_modes():
-            example = reading.example()
+        try:
+            with plain_modes():
+                example = reading.example()
+        except RuntimeError:  # of dtypes that cannot be copied row by row, such as quantised ones
+            example = None
         if example is not None and facts.refused is None:
             self._examples[reading.signature] = example
         return facts

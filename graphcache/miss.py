@@ -293,8 +293,11 @@ class MissPath:
         if self._backend is not None:
             self._backend.drain()
 
-    def quarantine(self, plan: CallPlan, mismatch: Fallback) -> None:
-        """Never again serve a key whose result differed from eager's."""
+    def quarantine(self, plan: CallPlan | SplitPlan, mismatch: Fallback) -> None:
+        """Never again serve a key whose result differed from eager's, or cut calls of its form."""
+        if isinstance(plan, SplitPlan):
+            plan.facts.uncut = mismatch.again()
+            return
         signature, bucket = plan.entry.key
         self.knowledge.quarantine(signature, bucket, mismatch)
         self.store.graphs.pop((signature, bucket), None)

@@ -10,12 +10,9 @@ check, and would be refused for it).
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,33 +20,30 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphcache.attributes import Attributes
+from graphcache.bounds import refuse_out_of_range
+from graphcache.compiled import uncompiled
 from graphcache.errors import Fallback, Finding
-from graphcache.generators import RandomStates, default_generators
-from graphcache.hazards import operation_hazard, written_tensors
+from graphcache.frames import user_line
+from graphcache.generators import RandomStates, default_generators, refuse_iterators
+from graphcache.hazards import operation_hazard, tensors_in, written_tensors
+from graphcache.holdings import Slots
 from graphcache.hostreads import noticing_host_reads
 from graphcache.otherweights import Substitutes, standing_in
 from graphcache.reasons import Reason
 from graphcache.signature import Spec, flatten
 from graphcache.storages import storage_bytes, storage_id
-from graphcache.watch import Attributes
+from graphcache.trials import as_trial
 
-_INTERNAL_PATHS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 _ASKED = "is_current_stream_capturing"
-
-
-class _Trial(threading.local):
-    depth = 0  # a class attribute, since a missing one costs a microsecond to find out
-
-
-_trial = _Trial()
 
 
 class Origin(NamedTuple):
     """Where a result tensor comes from: made by the run (the `place`-th such tensor), input `place`
-    itself, a view of input `place`, or the module's state.
+    itself, a view of input `place`, a tensor that the module holds, or another one over its memory.
     """
 
-    kind: Literal["made", "input", "view", "state"]
+    kind: Literal["made", "input", "view", "state", "state view"]
     place: int = 0
 
 
@@ -74,11 +68,6 @@ class Observation:
         return self.findings[0].fallback() if self.findings else None
 
 
-def in_trial() -> bool:
-    """Whether this thread is inside a trial run or a capture."""
-    return _trial.depth > 0
-
-
 @contextlib.contextmanager
 def as_captured() -> Iterator[None]:
     """The modes of a capture: no grad, inference mode off, no autocast weight cache, "capturing?"
@@ -88,12 +77,10 @@ def as_captured() -> Iterator[None]:
     """
     caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    _trial.depth += 1
     try:
-        with plain_modes(), _answering_yes():
+        with as_trial(), plain_modes(), _answering_yes():
             yield
     finally:
-        _trial.depth -= 1
         torch.set_autocast_cache_enabled(caching)
 
 
@@ -137,6 +124,7 @@ class Observer(TorchDispatchMode):
         self.python_drew = False
         self.reads: dict[int, Tensor] = {}
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.generators: dict[torch.Generator, Tensor] = {}
         self._inputs = {storage_id(tensor): tensor for tensor in inputs}
         self._made: set[int] = set()
 
@@ -146,16 +134,17 @@ class Observer(TorchDispatchMode):
             args, kwargs = _pytree.tree_map_only(Tensor, self._substituted, (args, kwargs))
         self.operations += 1
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
-        tensors = _tensors((args, kwargs))
+        tensors = _plain((*args, *kwargs.values()))
         self._look(func, args, kwargs, tensors)
         if not func.name().startswith("aten::lift"):  # how a new torch.tensor(...) announces itself
             for tensor in tensors:
                 self._read(tensor)
         for tensor in written_tensors(func, args, kwargs):
             self._write(func, tensor)
+        refuse_out_of_range(func, args, kwargs)
         result = func(*args, **kwargs)
         outside = self.reads.keys() | self._inputs.keys()
-        self._made.update(key for key in map(storage_id, _tensors(result)) if key not in outside)
+        self._made.update(key for key in map(storage_id, _plain([result])) if key not in outside)
         return result
 
     def _substituted(self, tensor: Tensor) -> Tensor:
@@ -172,6 +161,7 @@ class Observer(TorchDispatchMode):
             self.note(*found)
         generator = kwargs.get("generator")
         if generator is not None and generator not in default_generators():
+            self.generators.setdefault(generator, generator.get_state())
             self.note(Reason.GENERATOR, f"{func.name()} draws from a generator of its own")
 
     def _constants(self, func: Any, tensors: list[Tensor]) -> bool:
@@ -213,6 +203,8 @@ class Observer(TorchDispatchMode):
             live = storage_bytes(tensor)
             left.append(live.clone())
             live.copy_(before)
+        for generator, state in self.generators.items():
+            generator.set_state(state)
         return left
 
 
@@ -233,12 +225,14 @@ def observe(
     Raises:
         Fallback: `unsupported-output`; anything that `run` raises passes through, after the undo.
     """
-    attributes, generators = Attributes(module), RandomStates(device, module)
+    slots = Slots(module)
+    refuse_iterators(slots)
+    attributes, generators = Attributes(slots), RandomStates(device, slots)
     observer = Observer(inputs, weights or {})
     outputs: list[Tensor] = []
     try:
         with as_captured():
-            with noticing_host_reads(observer.note), observer:
+            with uncompiled(), noticing_host_reads(observer.note), observer:
                 result = run()
             spec = flatten(result, outputs, Reason.UNSUPPORTED_OUTPUT)
             _refuse_layouts(outputs)
@@ -255,6 +249,23 @@ def observe(
         findings.append(Finding(Reason.STATE_WRITTEN, f"forward changes {', '.join(changed)}"))
     if outputs and not observer.operations and device.type == "cpu":
         findings.append(Finding(Reason.OPAQUE_CODE, "forward issued no ATen operation"))
+    held = attributes.tensors | set(map(id, observer.reads.values()))
+    origins = _origins(outputs, inputs, observer, held)
+    known = observer.reads.keys() | observer.kept.keys() | attributes.storages
+    made_unseen = [
+        out
+        for out, origin in zip(outputs, origins, strict=True)
+        if origin.kind.startswith("state") and storage_id(out) not in known
+    ]
+    if made_unseen:
+        findings.append(
+            Finding(Reason.OPAQUE_CODE, "a result comes from code that no trial run can see")
+        )
+    if any(
+        out.requires_grad and origin.kind == "made"
+        for out, origin in zip(outputs, origins, strict=True)
+    ):
+        findings.append(Finding(Reason.GRAD, "forward turns gradients on by itself"))
     return Observation(
         outputs=outputs,
         spec=spec,
@@ -262,7 +273,7 @@ def observe(
         writes=[tensor for tensor, _ in observer.kept.values()],
         written=written,
         draws=draws,
-        origins=_origins(outputs, inputs, observer),
+        origins=origins,
         findings=findings,
     )
 
@@ -275,7 +286,10 @@ def _refuse_layouts(outputs: Sequence[Tensor]) -> None:
 
 
 def _origins(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], observer: Observer
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    observer: Observer,
+    held: frozenset[int],
 ) -> list[Origin]:
     positions = {id(tensor): i for i, tensor in enumerate(inputs)}
     storages = {storage_id(tensor): i for i, tensor in enumerate(inputs)}
@@ -289,21 +303,10 @@ def _origins(
         elif observer.made(output):
             found.append(Origin("made", made.setdefault(id(output), len(made))))
         else:
-            found.append(Origin("state"))
+            found.append(Origin("state" if id(output) in held else "state view"))
     return found
 
 
-def user_line() -> str:
-    """File and line of the innermost frame outside PyTorch and this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL_PATHS):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [
-        leaf
-        for leaf in _pytree.tree_leaves(tree)
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
-    ]
+def _plain(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors with a storage among arguments or results of an operation."""
+    return [t for t in tensors_in(arguments) if t.layout is torch.strided and not t.is_nested]

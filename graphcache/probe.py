@@ -20,13 +20,24 @@ from torch import Tensor
 
 from graphcache.dimtrial import DimTrial
 from graphcache.errors import Fallback
-from graphcache.garbage import EXTREMES, FAINT, LARGE, PLAIN, extreme, garbage, telling, turned_on
+from graphcache.garbage import (
+    EXTREMES,
+    FAINT,
+    LARGE,
+    PLAIN,
+    counted_down,
+    extreme,
+    garbage,
+    telling,
+    turned_on,
+)
 from graphcache.padding import REPEAT, Fill, OutputAxis
 from graphcache.preflight import Observation
 from graphcache.reasons import Reason
 from graphcache.signature import Input
 
 MAX_CONTROLS = 3
+HINT = "name every argument that varies with the dim in `dynamic_shapes`"
 
 Run = Callable[[list[Tensor]], Observation]
 
@@ -61,6 +72,7 @@ class Probe:
         inputs: the signature's inputs.
         leaves: the real call's tensors, in the same order, on the device where the module gets
             them.
+        sizes: the real call's.
         named: fills that the caller chose, by input name.
         trusting: leave out the garbage (verify="off"): shapes are learned, neutrality is taken for
             granted.
@@ -73,6 +85,7 @@ class Probe:
         run: Run,
         inputs: Sequence[Input],
         leaves: Sequence[Tensor],
+        sizes: Sequence[int],
         named: Mapping[str, Fill],
         trusting: bool = False,
         another_day: Run | None = None,
@@ -81,54 +94,85 @@ class Probe:
         self._another_day = another_day
         self._inputs = inputs
         self._leaves = [telling(leaf) for leaf in leaves]
+        self._sizes = tuple(sizes)
         self._named = named
         self._trusting = trusting
 
-    def dim(self, dim: int, sizes: Sequence[int], padded: int) -> DimFacts:
+    def dim(self, dim: int, padded: int) -> DimFacts:
         """Probe one dim between a real size and `padded`; the other dims keep their real size.
 
         The real size is at most half of the padded one, so that factors that depend on the shape
         show.
         """
         padded = max(2, padded)
-        real = max(min(sizes[dim], padded // 2), min(2, padded // 2))
-        small = (*sizes[:dim], real, *sizes[dim + 1 :])
+        real = max(min(self._sizes[dim], padded // 2), min(2, padded // 2))
         axes = None
         try:
-            trial = DimTrial(self._run, self._inputs, self._leaves, dim, small, padded)
+            trial = self._trial(dim, real, padded)
             axes = trial.follow(trial.observe({}, garbage(-PLAIN)))
             if self._trusting:
                 facts = self._trust(trial)
             else:
-                days = [trial, *self._other_days(dim, small, padded)]
-                facts = self._settle(days, self._faint(trial, dim, small, padded), axes)
-            smallest = 1 if trial.holds_at_one(axes) else 2
+                days = [trial, *self._other_days(dim, real, padded)]
+                facts = self._settle(days, self._faint(trial, dim, real, padded), axes)
+            smallest = 1 if self._holds_at_one(trial, facts, axes, dim, padded) else 2
             return dataclasses.replace(facts, axes=axes, smallest=smallest)
         except Fallback as refusal:
             return DimFacts(False, refusal.detail, refusal.reason, axes=axes)
 
-    def _faint(
-        self, trial: DimTrial, dim: int, small: Sequence[int], padded: int
-    ) -> list[DimTrial]:
+    def _trial(
+        self, dim: int, real: int, padded: int, scale: float = 1, other: bool = False
+    ) -> DimTrial:
+        """Trial runs between two sizes of one dim, floats scaled, or as they may be another day."""
+        small = (*self._sizes[:dim], real, *self._sizes[dim + 1 :])
+        leaves = []
+        for leaf, spec in zip(self._leaves, self._inputs, strict=True):
+            if scale != 1 and leaf.is_floating_point():
+                leaf = leaf * scale
+            if other and not spec.axes:
+                leaf = turned_on(leaf)
+            leaves.append(counted_down(leaf, spec, self._sizes, small))
+        run = self._another_day if other and self._another_day is not None else self._run
+        return DimTrial(run, self._inputs, leaves, dim, small, padded)
+
+    def _holds_at_one(
+        self,
+        trial: DimTrial,
+        facts: DimFacts,
+        axes: list[list[OutputAxis]],
+        dim: int,
+        padded: int,
+    ) -> bool:
+        """Whether size 1 is like any other: results of the same form, and padded the same values.
+        Code that looks at a size most often asks whether it is 1.
+        """
+        if not trial.holds_at_one(axes):
+            return False
+        if self._trusting or not facts.neutral:
+            return True
+        try:
+            single = self._trial(dim, 1, padded)
+            return single.matches_real(single.observe(facts.fills, garbage(-PLAIN)), axes)
+        except Fallback:
+            return False
+
+    def _faint(self, trial: DimTrial, dim: int, real: int, padded: int) -> list[DimTrial]:
         """One more trial with real rows so small that no row of theirs hides the garbage: what asks
         for any value above a threshold has its answer from the real rows else.
         """
         if not any(map(self._is_float, trial.followers)):
             return []
-        faint = [leaf * FAINT if leaf.is_floating_point() else leaf for leaf in self._leaves]
-        return [DimTrial(self._run, self._inputs, faint, dim, small, padded)]
+        return [self._trial(dim, real, padded, scale=FAINT)]
 
-    def _other_days(self, dim: int, small: Sequence[int], padded: int) -> list[DimTrial]:
+    def _other_days(self, dim: int, real: int, padded: int) -> list[DimTrial]:
         """One more trial with weights and scalars as they may be another day: a gate that is closed
         today hides what it lets through.
         """
-        pairs = list(zip(self._leaves, self._inputs, strict=True))
-        leaves = [leaf if spec.axes else turned_on(leaf) for leaf, spec in pairs]
-        changed = any(a is not b for a, b in zip(leaves, self._leaves, strict=True))
+        pairs = zip(self._leaves, self._inputs, strict=True)
+        changed = any(turned_on(leaf) is not leaf for leaf, spec in pairs if not spec.axes)
         if self._another_day is None and not changed:
             return []
-        run = self._another_day or self._run
-        return [DimTrial(run, self._inputs, leaves, dim, small, padded)]
+        return [self._trial(dim, real, padded, other=True)]
 
     def _trust(self, trial: DimTrial) -> DimFacts:
         fills = {i: self._named.get(self._inputs[i].name, REPEAT) for i in trial.followers}

@@ -133,8 +133,8 @@ class Reason(StrEnum):
     )
     OPAQUE_CODE = (
         "opaque-code",
-        "code that issues no ATen operation cannot be recorded on the CPU",
-        "test that part on a GPU",
+        "code that issues no ATen operation, or works in another thread, cannot be followed",
+        "on the CPU recorder: test that part on a GPU; else cache the parts around it",
     )
 
 

@@ -8,6 +8,7 @@ import logging
 import warnings
 
 from graphcache.errors import CaptureError, Fallback, GraphCacheError
+from graphcache.frames import user_frame
 from graphcache.reasons import QUIET, Reason
 
 logger = logging.getLogger("graphcache")
@@ -44,4 +45,4 @@ class FallbackReport:
         self._seen.add((reason, fallback.detail))
         logger.log(logging.INFO if reason in QUIET else logging.WARNING, "%s", text)
         if self._policy == "warn" and reason not in QUIET:
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=user_frame()[1] + 1)

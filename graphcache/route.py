@@ -38,7 +38,7 @@ def choose_route(
     """The cheapest way to serve `sizes`, given what may be padded and split.
 
     Raises:
-        Fallback: `over-max`, `padding-ratio`.
+        Fallback: `over-max`, `padding-ratio`, or why calls of this form are not cut any more.
     """
     unpadded = facts.unpadded(sizes)
     bucket = buckets.choose(sizes, unpadded)
@@ -61,6 +61,8 @@ def _split(
     settings: Settings,
     unpadded: frozenset[int],
 ) -> Route:
+    if facts.uncut is not None:
+        raise facts.uncut.again()
     for dim, name in enumerate(buckets.dims):
         allowed = (name,) if settings.verify == "off" else ("auto", name)
         if settings.split not in allowed or not facts.splittable(dim):

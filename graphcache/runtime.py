@@ -17,12 +17,12 @@ from graphcache.explain import Explanation, ProbeReport
 from graphcache.miss import MissPath
 from graphcache.padding import Fill
 from graphcache.planning.profile import TrafficProfile
-from graphcache.preflight import in_trial
 from graphcache.report import FallbackReport
 from graphcache.serving import Server
 from graphcache.settings import Settings, parse_bytes
 from graphcache.shadow import Shadow
 from graphcache.stats import Ledger, Stats
+from graphcache.trials import in_trial
 
 
 class GraphCache(Delegate):
@@ -95,6 +95,11 @@ class GraphCache(Delegate):
         backend: str = "auto",
         group: Any = None,
     ) -> None:
+        """Wrap `module`; nothing is run yet. The class says what the options mean."""
+        if isinstance(module, type) or not callable(module):
+            raise GraphCacheError(
+                f"`module` is {module!r}; pass an nn.Module, a bound method or a callable."
+            )
         if autograd or group is not None:
             raise GraphCacheError(
                 "`autograd=True` and `group=` are not yet supported; leave them out."
@@ -124,7 +129,8 @@ class GraphCache(Delegate):
         own["_wrapped"], own["_settings"] = module, settings
         ledger = Ledger()
         report = FallbackReport(self._name(), settings.on_fallback)
-        own["_miss"] = MissPath(module, inner, settings, ledger)
+        watched = owner if isinstance(owner, nn.Module) else None
+        own["_miss"] = MissPath(module, watched, settings, ledger)
         own["_server"] = Server(self._miss, ledger, report, Shadow(settings.shadowed))
 
     # The call.
@@ -156,8 +162,9 @@ class GraphCache(Delegate):
             progress: show a progress bar.
 
         Raises:
-            GraphCacheError: no sample and no call seen yet; under `on_fallback="raise"` also what
-                stops a capture.
+            GraphCacheError: no sample and no call seen yet, a sample that forward does not take, or
+                nothing to warm up (no buckets and no `sizes`, or sealed); under
+                `on_fallback="raise"` also what stops a capture.
 
         Example:
             >>> fast = GraphCache(torch.nn.Linear(4, 2).eval(), buckets=[8, 16])
@@ -172,6 +179,9 @@ class GraphCache(Delegate):
                     "warmup() has seen no call yet; pass `sample`, one call's arguments."
                 )
             wanted = self._miss.warmup_sizes(sizes)
+            if not wanted or self._miss.store.sealed:
+                why = "the cache is sealed" if wanted else "no buckets are given; pass `sizes`"
+                raise GraphCacheError(f"warmup() has nothing to capture: {why}.")
             for call, bucket in tqdm(
                 [(c, b) for b in wanted for c in calls], "graphcache", disable=not progress
             ):
@@ -182,7 +192,9 @@ class GraphCache(Delegate):
             self._miss.wait()
 
     def seal(self) -> None:
-        """Never capture again: calls without a graph run eagerly, as `not-admitted`."""
+        """Never capture again, for the life of this cache: calls without a graph run eagerly, as
+        `not-admitted`.
+        """
         with self._server.lock:
             self._miss.store.sealed = True
 
@@ -241,7 +253,13 @@ class GraphCache(Delegate):
         args, kwargs = (sample, {}) if isinstance(sample, tuple) else ((), sample)
         if not isinstance(sample, (tuple, dict)):
             args, kwargs = (sample,), {}
-        return Call(self._miss.binder, args, kwargs)
+        try:
+            return Call(self._miss.binder, args, kwargs)
+        except Fallback as fallback:
+            raise GraphCacheError(
+                f"the sample is no call of {self._name()}: {fallback.detail}; a tuple is *args, a "
+                "dict **kwargs; pass (value,) for one argument that is a tuple or a dict itself."
+            ) from fallback
 
     # Seeing it.
 
@@ -319,6 +337,11 @@ class GraphCache(Delegate):
         with self._server.lock:
             self.invalidate()
             self._miss.flush()
+
+    def train(self, mode: bool = True) -> Any:
+        if isinstance(self._wrapped, torch.jit.ScriptModule):
+            self._wrapped.train(mode)  # which shares nothing with this object
+        return super().train(mode)
 
     # Copies.
 

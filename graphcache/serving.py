@@ -36,6 +36,7 @@ Kwargs = dict[str, Any]
 
 # The module itself may refuse the call; then the caller gets its error and not ours.
 _MAYBE_WRONG_INPUTS = frozenset({Reason.CAPTURE_FAILED, Reason.UNSUPPORTED_INPUT})
+_DEPENDS_ON_SIZE = frozenset({Reason.PAD_NOT_NEUTRAL, Reason.BATCH_COUPLED, Reason.VERIFY_MISMATCH})
 
 
 class Server:
@@ -62,12 +63,13 @@ class Server:
         """What the module returns for a call, by a replay or eagerly."""
         try:
             with self.lock:
-                result = self._serve(args, kwargs, True)
+                if self._shadow.share and self._shadow.due():
+                    result = self._shadowed(args, kwargs)
+                else:
+                    result = self._serve(args, kwargs, True)
                 self.ledger.calls += 1
         except Fallback as fallback:
             return self._eager(fallback, args, kwargs)
-        if self._shadow.share and self._shadow.due():
-            self._compare(result, args, kwargs)
         return result
 
     def _serve(self, args: Args, kwargs: Kwargs, whole: bool) -> Any:
@@ -77,12 +79,11 @@ class Server:
         for _ in range(MAX_TRIES):
             leaves: list[Tensor] = []
             plan = self._plan(args, kwargs, leaves)
-            if isinstance(plan, SplitPlan):
-                return self._in_pieces(plan, leaves)
-            outputs = self._replay(plan, leaves)
-            if outputs is not None:
+            if self._as_captured():
+                if isinstance(plan, SplitPlan):
+                    return self._in_pieces(plan, leaves, args, kwargs)
                 plan.calls += whole
-                return plan.result(outputs, leaves)
+                return plan.result(self._replay(plan, leaves, whole), leaves)
             self.drop_plans()
         raise Fallback(
             Reason.STATE_WRITTEN, f"the module changed during {MAX_TRIES} tries of this call"
@@ -91,7 +92,11 @@ class Server:
     def _plan(self, args: Args, kwargs: Kwargs, leaves: list[Tensor]) -> Plan:
         miss = self._miss
         form = call_key(args, kwargs, leaves)
-        plan = self._plans.get((form, miss.modes.everything(), miss.watch.state))
+        try:
+            plan = self._plans.get((form, miss.modes.everything(), miss.watch.state))
+        except TypeError as error:
+            detail = f"an argument that cannot be hashed: {error}"
+            raise Fallback(Reason.UNSUPPORTED_INPUT, detail) from None
         if plan is None:
             plan = self._decide(args, kwargs)
             if len(self._plans) >= MAX_PLANS:
@@ -108,34 +113,30 @@ class Server:
         plan.traffic = self._miss.sizes_read or ()
         return plan
 
-    def _replay(self, plan: CallPlan, leaves: list[Tensor]) -> list[Tensor] | None:
-        """Replay and count, or None if the module is no longer what was captured.
+    def _as_captured(self) -> bool:
+        """Whether the module is what its plans were made for, and needs no gradients."""
+        watch = self._miss.watch
+        return watch.same() and not (torch.is_grad_enabled() and watch.needs_grad())
 
-        A graph that only computes is launched before the module is compared, since a late find can
-        still be answered by running again; one that writes state is compared first. Freed memory
-        is always known before.
+    def _replay(self, plan: CallPlan, leaves: list[Tensor], whole: bool) -> list[Tensor]:
+        """Replay and count. Pieces are copied even where results are lent, since the next piece
+        overwrites them.
         """
-        watch, entry = self._miss.watch, plan.entry
-        if watch.lost or (entry.writes and not watch.same()):
-            return None
-        if torch.is_grad_enabled() and watch.needs_grad():
-            return None
         if self._lent:
             self._take_back()
-        outputs = plan.run(leaves)
-        if not entry.writes and not watch.same():
-            return None
-        if plan.lends:
+        outputs = plan.run(leaves, lend=whole)
+        if plan.lends and whole:
             self._lent = [weakref.ref(output) for output in outputs]
         plan.hits += 1
-        self._miss.store.graphs.touch(entry)
+        self._miss.store.graphs.touch(plan.entry)
         return outputs
 
-    def _in_pieces(self, plan: SplitPlan, leaves: list[Tensor]) -> Any:
+    def _in_pieces(self, plan: SplitPlan, leaves: list[Tensor], args: Args, kwargs: Kwargs) -> Any:
         self.settle()
         before = self.ledger.served_so_far()
         try:
             joined = plan.join([self._piece(*plan.cut(leaves, piece)) for piece in plan.pieces])
+            self._compare_cut(plan, joined, args, kwargs)
         except BaseException:
             self.settle()
             self.ledger.take_back(before)  # those pieces served nobody
@@ -144,10 +145,23 @@ class Server:
         plan.calls += 1
         return joined
 
+    def _compare_cut(self, plan: SplitPlan, joined: Any, args: Args, kwargs: Kwargs) -> None:
+        """Compare each new cut with eager once: a branch on the size shows here."""
+        if plan.buckets in plan.facts.cuts or self._miss.knowledge.trusting:
+            return
+        if self._shadow.run(self._miss.target, joined, args, kwargs) is not None:
+            detail = "in pieces its result differs from eager's"
+            plan.facts.uncut = Fallback(Reason.OVER_MAX, detail)
+            self.drop_plans()
+            raise plan.facts.uncut.again()
+        plan.facts.cuts.add(plan.buckets)
+
     def _piece(self, args: Args, kwargs: Kwargs) -> Any:
         try:
             return self._serve(args, kwargs, False)
         except Fallback as fallback:
+            if fallback.reason in _DEPENDS_ON_SIZE:
+                raise  # then rows of a piece need not be the rows of the whole
             self.report(fallback)
             result = self._miss.target(*args, **kwargs)
             self.ledger.fell_back(fallback.reason)
@@ -167,18 +181,24 @@ class Server:
                 self.traffic.record(fallback.sizes)
         return result
 
-    def _compare(self, result: Any, args: Args, kwargs: Kwargs) -> None:
-        with self.lock:
-            try:
-                plan = self._plan(args, kwargs, [])
-            except Fallback:  # another thread took the graph away meanwhile
-                return
-            if isinstance(plan, SplitPlan) or plan.entry.writes or plan.entry.draws:
-                return
-            mismatch = self._shadow.run(self._miss.target, result, args, kwargs)
-            if mismatch is not None:
-                self._miss.quarantine(plan, mismatch)
-                self.report(mismatch)
+    def _shadowed(self, args: Args, kwargs: Kwargs) -> Any:
+        """One call, compared with eager. One that differs counts as nothing served: it runs eagerly
+        and its key does so from now on.
+        """
+        self.settle()
+        before = self.ledger.served_so_far()
+        result = self._serve(args, kwargs, True)
+        plan = self._plan(args, kwargs, [])
+        if isinstance(plan, CallPlan) and (plan.entry.writes or plan.entry.draws):
+            return result
+        mismatch = self._shadow.run(self._miss.target, result, args, kwargs)
+        if mismatch is not None:
+            self.settle()
+            self.ledger.take_back(before)
+            self._miss.quarantine(plan, mismatch)
+            self.drop_plans()
+            raise mismatch
+        return result
 
     def _take_back(self) -> None:
         for ref in self._lent:

@@ -13,6 +13,7 @@ from graphcache.compare import all_close
 from graphcache.errors import Fallback
 from graphcache.reasons import Reason
 from graphcache.signature import flatten
+from graphcache.trials import as_trial
 
 
 class Shadow:
@@ -37,7 +38,7 @@ class Shadow:
         ours: list[Tensor] = []
         theirs: list[Tensor] = []
         spec = flatten(result, ours)
-        with torch.no_grad():
+        with torch.no_grad(), as_trial():
             expected = flatten(target(*args, **kwargs), theirs)
         if spec == expected and all_close(ours, theirs):
             return None

@@ -26,7 +26,7 @@ from graphcache.reasons import Reason
 TENSORS = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _ATOMS = frozenset(
     {
-        type(None), bool, int, str, bytes, range, type(...), torch.Size,
+        type(None), bool, int, str, bytes, type(...), torch.Size,
         torch.dtype, torch.device, torch.layout, torch.memory_format,
     }
 )  # fmt: skip
@@ -56,7 +56,7 @@ class Node(NamedTuple):
     def keys(self) -> Sequence[Any]:
         """What names each child: dict keys, field names, or positions."""
         names = self.context
-        if isinstance(names, tuple) and names[:1] in (("pytree",), ("dataclass",)):
+        if isinstance(names, tuple) and names[:1] in (("pytree",), ("dataclass",), ("typed",)):
             names = names[1]
         fits = isinstance(names, tuple) and len(names) == len(self.children)
         return names if fits else range(len(self.children))
@@ -103,18 +103,28 @@ def _open(value: Any, refused: Reason) -> tuple[Sequence[Any], Any]:
     if kind is slice:
         return (value.start, value.stop, value.step), None
     if kind is dict:
-        return list(value.values()), _hashable(tuple(value), refused)
+        return list(value.values()), _keys(value, refused)
+    if kind is range:
+        return (value.start, value.stop, value.step), None
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return value, "namedtuple"
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
         return list(children), ("pytree", _hashable(context, refused))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
         names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
+        names += tuple(name for name in getattr(value, "__dict__", ()) if name not in names)
         return [getattr(value, name) for name in names], ("dataclass", names)
     what = "tensor" if isinstance(value, Tensor) else "value"
     raise Fallback(refused, f"a {what} of type {kind.__module__}.{kind.__qualname__}")
+
+
+def _keys(value: dict[Any, Any], refused: Reason) -> Any:
+    """A dict's keys; with their types where 1 and True and 1.0 must be told apart."""
+    keys = _hashable(tuple(value), refused)
+    kinds = tuple(map(type, keys))
+    return keys if all(kind is str for kind in kinds) else ("typed", keys, kinds)
 
 
 def _hashable(context: Any, refused: Reason) -> Any:
@@ -138,12 +148,12 @@ def unflatten(spec: Spec, leaves: Iterator[Any]) -> Any:
     children = [unflatten(child, leaves) for child in spec.children]
     if spec.kind is tuple or spec.kind is list:
         return spec.kind(children)
-    if spec.kind is slice:
-        return slice(*children)
-    if spec.kind is dict:
-        return dict(zip(spec.context, children, strict=True))
-    if spec.context == "namedtuple":
+    if spec.kind is slice or spec.kind is range:
         return spec.kind(*children)
+    if spec.kind is dict:
+        return dict(zip(spec.keys(), children, strict=True))
+    if spec.context == "namedtuple":
+        return spec.kind._make(children)  # a subclass may have a constructor of its own
     how, context = spec.context
     if how == "pytree":
         return _pytree.SUPPORTED_NODES[spec.kind].unflatten_fn(children, context)
@@ -172,6 +182,8 @@ def call_key(
                 _describe(value, leaves, parts)
     except RuntimeError:  # of tensors without sizes or strides
         raise Fallback(Reason.UNSUPPORTED_INPUT, "a nested or sparse tensor") from None
+    except (TypeError, AttributeError, ValueError) as error:  # of containers with ways of their own
+        raise Fallback(Reason.UNSUPPORTED_INPUT, f"a container that raised {error!r}") from None
     return tuple(parts)
 
 

@@ -22,6 +22,8 @@ class SplitPlan:
 
     def __init__(self, reading: Reading, facts: Facts, dim: int, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
+        self.facts = facts
+        self.buckets = tuple(piece.bucket for piece in pieces)
         self.calls = 0  # as in CallPlan
         self.traffic: tuple[int, ...] = ()
         self._spec = reading.call.spec

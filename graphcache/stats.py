@@ -60,7 +60,8 @@ def _show(value: Any) -> str:
 
 
 _PIECES = (
-    "captures", "replays", "eager", "real_elements", "padded_elements", "fallbacks", "per_bucket",
+    "captures", "replays", "eager", "splits", "real_elements", "padded_elements", "fallbacks",
+    "per_bucket",
 )  # fmt: skip
 
 

@@ -5,45 +5,32 @@ the tree of submodules changed, so every graph is stale. A *mode*: training flag
 attributes differ, so other graphs apply, and the old ones may serve again later. In-place updates
 are neither: a replay reads them.
 
-The full comparison runs behind the launch, where a late find can still be answered by running
-again. Only one thing must be known before: that memory was given back, since a replay on unmapped
-memory ends the process's CUDA context. Weak references to the storages tell that (a storage's
-Python object lives as long as the storage does).
+All of it is compared before each launch. That memory was given back, which weak references to the
+storages tell (a storage's Python object lives as long as the storage does), must be known by then:
+a replay on unmapped memory ends the process's CUDA context. The rest could wait for a graph that
+only computes, but one that draws has drawn by then, and an index meant for a new table would fault
+in the old one.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
-import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import getitem, is_
 from typing import Any
 
 import numpy as np
+import torch
 from cachetools import LRUCache
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
-from graphcache.delegate import Delegate
 from graphcache.errors import Fallback
+from graphcache.holdings import Slots, caches, is_lazy
+from graphcache.hooks import GLOBAL_HOOKS, HOOKS, collectors, recorded
 from graphcache.reasons import Reason
 from graphcache.signature import TENSORS, flatten
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_GLOBAL_HOOKS = (
-    nn.modules.module._global_forward_hooks,
-    nn.modules.module._global_forward_pre_hooks,
-)
-_RECORDED_HOOKS = (WeightNorm, SpectralNorm)  # they only compute a weight, which a replay does too
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-
-_DEPTH = 3
-_MOST_INSIDE = 4096
 
 
 class Watch:
@@ -67,30 +54,41 @@ class Watch:
         """Look at the whole module again: number its mode, and count a move if tensors lie
         elsewhere.
         """
-        modules = list(tree(self._module))
-        slots = _Slots(modules)
+        slots = Slots(self._module)
+        modules = slots.modules
         self._holders = [holder for holder, _, _ in slots.places]
         self._names = [name for _, name, _ in slots.places]
         self._values = [value for _, _, value in slots.places]
         held = [value for value in self._values if isinstance(value, Tensor)]
+        self._script = _script_state(self._module)
         self._tensors = [tensor for tensor in held if not is_lazy(tensor)]
         self.lazy = len(self._tensors) < len(held)
+        self._contents = [(v, _contents(v)) for v in self._values if type(v) in _UNORDERED]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._containers = slots.containers
+        hooked = [*modules, *caches(self._module)]
+        harmless = [vars(m)[kind] for m in hooked for kind in HOOKS if recorded(m, kind)]
+        self._containers = [*slots.containers, *harmless]  # one more among them, or one less
         self._length = sum(map(len, self._containers))
-        hooks = [(m, kind) for m in modules for kind in _HOOKS if not _recorded(m, kind)]
-        self._hooks = [*_GLOBAL_HOOKS, *(vars(m)[kind] for m, kind in hooks)]
+        hooks = [(m, kind) for m in hooked for kind in HOOKS if not recorded(m, kind)]
+        self._hooks = [*GLOBAL_HOOKS, *(vars(m)[kind] for m, kind in hooks)]
+        self._collectors = collectors(modules)
         self.hooked = next((type(m).__name__ for m, kind in hooks if vars(m)[kind]), None)
-        if any(_GLOBAL_HOOKS):
+        if any(GLOBAL_HOOKS):
             self.hooked = "every module"
-        self.state = self._number(modules)
+        if any(collector.get() is not None for collector in self._collectors):
+            self.hooked = "a model around this one, which collects outputs of its layers,"
+        self.state = self._number(modules, slots)
         self._note_move([id(module) for module in modules])
 
-    def _number(self, modules: list[nn.Module]) -> int:
+    def _number(self, modules: list[nn.Module], slots: Slots) -> int:
+        places = {id(holder): place for place, holder in enumerate(slots.containers)}
         fingerprint = (
-            tuple((id(module), type(module)) for module in modules),
-            tuple(self._names),
+            self._script,
+            tuple((_Same(module), type(module)) for module in modules),
+            tuple((type(holder), len(holder)) for holder in slots.containers),
+            tuple((places[id(holder)], name) for holder, name, _ in slots.places),
             tuple(map(_comparable, self._values)),
+            tuple(kept for _, kept in self._contents),
         )
         if fingerprint not in self._modes:
             self._modes[fingerprint] = next(self._numbers)
@@ -107,7 +105,8 @@ class Watch:
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """Also watch tensors that a run read and that no submodule holds (closures, globals)."""
-        held = {id(tensor) for tensor in self._tensors}
+        extra = (tensor for tensor in (ref() for ref in self._extra) if tensor is not None)
+        held = {id(tensor) for tensor in (*self._tensors, *extra)}
         for tensor in tensors:
             if id(tensor) not in held:
                 self._extra.append(weakref.ref(tensor))
@@ -140,6 +139,9 @@ class Watch:
             and not any(self._hooks)
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
             and sum(map(len, self._containers)) == self._length
+            and (not self._script or _script_state(self._module) == self._script)
+            and all(_contents(live) == kept for live, kept in self._contents)
+            and not (self._collectors and any(c.get() is not None for c in self._collectors))
         )
 
     def needs_grad(self) -> bool:
@@ -149,74 +151,45 @@ class Watch:
         )
 
 
-def tree(module: nn.Module | None) -> Iterator[nn.Module]:
-    """Every submodule; a cache inside the module stands for the module it wraps, its own counters
-    are nobody's state.
-    """
-    for submodule in module.modules() if module is not None else ():
-        inner = vars(submodule).get("_inner") if isinstance(submodule, Delegate) else submodule
-        if inner is not None:
-            yield inner
+def _script_state(module: nn.Module | None) -> tuple[Any, ...]:
+    """Training flags and addresses of a TorchScript module, whose attributes live in C++."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return ()
+    flags = tuple(part.training for part in module.modules())
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return flags, tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
-    own = vars(module)
-    yield own
-    yield from (own[name] for name in ("_parameters", "_buffers", "_modules"))
+_UNORDERED = frozenset({set, deque, np.ndarray})
+_MOST_BYTES = 1 << 14
 
 
-class _Slots:
-    """Every place that forward may read a value from: attributes of submodules, and what lies
-    inside them.
-
-    Lists, dicts and plain objects (a config) are looked into to a depth of `_DEPTH`, each once,
-    `_MOST_INSIDE` places at the most, which bounds what a comparison costs.
-    """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.places: list[tuple[Any, Any, Any]] = []
-        self.containers: list[Any] = []
-        self._seen: set[int] = set()
-        inside: list[tuple[Any, int]] = []
-        for module in modules:
-            derived = _derived(module)
-            for holder in _holders(module):
-                self.containers.append(holder)
-                for name, value in holder.items():
-                    own = holder is not vars(module) or name not in _INTERNAL
-                    if own and name not in derived:
-                        self.places.append((holder, name, value))
-                        inside.append((value, _DEPTH))
-        for value, depth in inside:
-            self._look_into(value, depth)
-
-    def _look_into(self, value: Any, depth: int) -> None:
-        holder = _opened(value)
-        full = len(self.containers) > _MOST_INSIDE
-        if holder is None or depth == 0 or id(holder) in self._seen or full:
-            return
-        self._seen.add(id(holder))
-        self.containers.append(holder)
-        items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-        for key, inner in list(items)[:_MOST_INSIDE]:
-            self.places.append((holder, key, inner))
-            self._look_into(inner, depth - 1)
+def _contents(value: Any) -> Any:
+    """What lies in a set, a deque or a small array, to compare; of a large array its address."""
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
+        return value.shape, value.dtype, value.tobytes() if small else value.ctypes.data
+    inside = map(_comparable, value)
+    return frozenset(inside) if isinstance(value, set) else tuple(inside)
 
 
-def _opened(value: Any) -> Any:
-    """What to look into of an attribute's value: a list, a dict, or an object's own dict."""
-    if isinstance(value, (list, dict)):
-        return value
-    code = (type, nn.Module, Tensor, types.FunctionType, types.MethodType, types.ModuleType)
-    if isinstance(value, code) or type(value).__module__.startswith(("torch.", "torch._")):
-        return None
-    return getattr(value, "__dict__", None)
+class _Same:
+    """Equal for one object only, also after it is gone and its id is given to another."""
 
+    __slots__ = ("_hash", "_ref")
 
-def _derived(module: nn.Module) -> set[str]:
-    """Attributes that a recorded hook computes anew in each forward."""
-    hooks = vars(module)["_forward_pre_hooks"].values()
-    return {hook.name for hook in hooks if isinstance(hook, _RECORDED_HOOKS)}
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._ref: Any = weakref.ref(value)
+        except TypeError:  # no weak references to it: kept, by a bounded number of modes
+            self._ref = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._ref() is other._ref() is not None
 
 
 def _comparable(value: Any) -> Any:
@@ -230,85 +203,8 @@ def _comparable(value: Any) -> Any:
         spec = flatten(value, leaves)
         hash(spec)
     except (Fallback, TypeError):
-        return id(value)
-    return spec if not leaves else id(value)
-
-
-def _recorded(module: nn.Module, kind: str) -> bool:
-    hooks = vars(module)[kind].values()
-    return bool(hooks) and all(isinstance(hook, _RECORDED_HOOKS) for hook in hooks)
-
-
-class Attributes:
-    """A snapshot of what every submodule holds, and of lists, dicts, sets, objects and arrays
-    inside, to tell and undo that a trial run changed it. The values of tensors are the observer's
-    to undo.
-    """
-
-    def __init__(self, module: nn.Module | None) -> None:
-        modules = list(tree(module))
-        slots = _Slots(modules)
-        derived = {id(vars(submodule)): _derived(submodule) for submodule in modules}
-        values = [value for _, _, value in slots.places]
-        inner = [value for value in values if type(value) in (set, deque)]
-        self._taken = [
-            (live, copy.copy(live), derived.get(id(live), set()))
-            for live in (*slots.containers, *inner)
-        ]
-        self._tensors = [
-            (t, t.detach(), _place(t)) for t in values if type(t) in TENSORS and not is_lazy(t)
-        ]
-        self._arrays = [(a, a.copy()) for a in values if isinstance(a, np.ndarray)]
-
-    def restore(self) -> list[str]:
-        """Put everything back; returns what had changed that no recorded hook computes."""
-        changed = []
-        for live, kept, derived in self._taken:
-            if not _alike(live, kept):
-                if not _alike(_without(live, derived), _without(kept, derived)):
-                    changed.append(_what_changed(live, kept))
-                live.clear()
-                live.extend(kept) if isinstance(live, (list, deque)) else live.update(kept)
-        for tensor, kept, place in self._tensors:
-            if _place(tensor) != place:  # `.data =` and `set_` change an object's memory
-                changed.append("the memory of a tensor that it holds")
-                tensor.data = kept
-        for array, kept in self._arrays:
-            if not np.array_equal(array, kept, equal_nan=array.dtype.kind in "fc"):
-                changed.append("a NumPy array that it holds")
-                np.copyto(array, kept)
-        return changed
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-def is_lazy(value: Any) -> bool:
-    """Whether a parameter waits for the first call to learn its shape."""
-    return isinstance(value, (UninitializedParameter, UninitializedBuffer))
-
-
-def _without(container: Any, names: set[str]) -> Any:
-    return {k: v for k, v in container.items() if k not in names} if names else container
-
-
-def _what_changed(live: Any, kept: Any) -> str:
-    """For a dict the keys that are new, gone or hold another object; else the kind of container."""
-    if not isinstance(live, dict):
-        return f"a {type(live).__name__} that it holds"
-    gone = object()
-    names = [k for k in {**kept, **live} if live.get(k, gone) is not kept.get(k, gone)]
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _alike(live: Any, kept: Any) -> bool:
-    if len(live) != len(kept):
-        return False
-    if isinstance(live, dict):
-        return all(map(is_, live.values(), kept.values())) and all(map(is_, live, kept))
-    ordered = isinstance(live, (list, deque))
-    return all(map(is_, live, kept)) if ordered else bool(live == kept)
+        return _Same(value)
+    return spec if not leaves else _Same(value)
 
 
 def refuse_hooks(watch: Watch) -> None:

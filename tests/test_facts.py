@@ -78,9 +78,9 @@ class TestFirstLook:
     def test_an_ordinary_module_is_not_refused(self):
         """Nothing drawn, written or aliased."""
         learner, reading = learn(lambda x: x * 2, torch.randn(3, 2))
-        facts, seen = learner.first_look(reading)
+        facts, reads = learner.first_look(reading)
         assert facts == Facts()
-        assert seen.hazard is None
+        assert reads == []
 
     @pytest.mark.parametrize(
         ("function", "reason"),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from graphcache.generators import RandomStates, default_generators
+from graphcache.holdings import Slots
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def test_a_generator_that_a_submodule_holds_is_noticed_and_put_back(kind):
     make, draw = HELD[kind]
     module = nn.Sequential(nn.Linear(2, 2))
     module[0].source = make()
-    states = RandomStates(CPU, module, alone=True)
+    states = RandomStates(CPU, Slots(module), alone=True)
     assert states.drawn_elsewhere(observed=False) is None
     first = draw(module[0].source)
     assert states.drawn_elsewhere(observed=False) == "a generator of its own"

@@ -147,10 +147,17 @@ def test_the_stand_ins_are_gone_after_the_run_and_act_in_one_thread_only():
     """Methods are what they were, and another thread's reads are its own business."""
     before = {name: getattr(torch.Tensor, name) for name in ("tolist", "to", "__repr__", "numpy")}
     found = []
+    wait, told = threading.Event(), threading.Event()
+
+    def reads() -> None:
+        wait.wait(10)
+        X.tolist()
+        told.set()
+
+    threading.Thread(target=reads).start()
     with noticing_host_reads(lambda *hazard: found.append(hazard)):
-        thread = threading.Thread(target=lambda: X.tolist())
-        thread.start()
-        thread.join()
+        wait.set()
+        assert told.wait(10)
     assert not found
     assert all(getattr(torch.Tensor, name) is method for name, method in before.items())
     assert "tolist" not in vars(torch.Tensor)

@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 ORDER = [
     "__main__", "cli", "demo", "graphcache", "checking", "runtime", "serving", "miss", "store",
     "knowledge", "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial",
-    "garbage", "callplan", "cache", "graphs", "compiled", "preflight", "otherweights",
-    "generators", "watch", "call", "dims", "shadow", "settings", "report", "tracing", "padding",
-    "hazards", "hostreads", "storages", "compare", "signature", "delegate", "planning", "buckets",
-    "stats", "errors", "reasons", "version",
+    "callplan", "cache", "graphs", "preflight", "otherweights", "generators", "watch", "compiled",
+    "attributes", "holdings", "hooks", "call", "garbage", "dims", "shadow", "settings", "report",
+    "tracing", "padding", "hazards", "bounds", "hostreads", "storages", "compare", "signature",
+    "delegate", "planning", "buckets", "stats", "errors", "frames", "trials", "reasons", "version",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -301,7 +301,7 @@ def only_the_first_row_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_replay(patch: pytest.MonkeyPatch) -> None:
-    def run(self: CallPlan, leaves: Any) -> Any:
+    def run(self: CallPlan, leaves: Any, lend: bool = True) -> Any:
         self.fill(leaves)
         return [view.clone() for view in self.views]
 
@@ -313,7 +313,7 @@ def no_watch(patch: pytest.MonkeyPatch) -> None:
 
 
 def modes_of_the_module_not_numbered(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Watch, "_number", lambda self, modules: 0)
+    patch.setattr(Watch, "_number", lambda self, modules, slots: 0)
 
 
 def hooks_not_refused(patch: pytest.MonkeyPatch) -> None:
@@ -322,8 +322,8 @@ def hooks_not_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 def probe_trusts_everything(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Probe, trials: Any, axes: Any) -> DimFacts:
-        return self._trust(trials[0])
+    def settle(self: Probe, days: Any, faint: Any, axes: Any) -> DimFacts:
+        return self._trust(days[0])
 
     patch.setattr(Probe, "_settle", settle)
     without_the_check_of_the_graph(patch)
@@ -370,22 +370,28 @@ def grad_mode_not_asked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Watch, "needs_grad", lambda self: False)
 
 
+def without_the_comparison_of_cuts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Server, "_compare_cut", lambda self, *call: None)
+
+
 def pieces_joined_in_reverse(patch: pytest.MonkeyPatch) -> None:
     original = SplitPlan.join
     patch.setattr(SplitPlan, "join", lambda self, results: original(self, results[::-1]))
+    without_the_comparison_of_cuts(patch)
 
 
 def a_piece_lost(patch: pytest.MonkeyPatch) -> None:
     original = SplitPlan.join
     patch.setattr(SplitPlan, "join", lambda self, results: original(self, results[:-1]))
+    without_the_comparison_of_cuts(patch)
 
 
 def splits_counted_as_calls(patch: pytest.MonkeyPatch) -> None:
     original = Server._in_pieces
 
-    def in_pieces(self: Any, plan: Any, leaves: Any) -> Any:
+    def in_pieces(self: Any, *call: Any) -> Any:
         self.ledger.calls += 1
-        return original(self, plan, leaves)
+        return original(self, *call)
 
     patch.setattr(Server, "_in_pieces", in_pieces)
 

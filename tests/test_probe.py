@@ -559,7 +559,8 @@ class TestProbeItself:
         def run(tensors):
             return observe(lambda: function(*tensors), tensors, None, torch.device("cpu"))
 
-        return Probe(run, specs, leaves, named or {}, trusting).dim(0, (len(leaves[0]),), 8)
+        sizes = (len(leaves[0]),)
+        return Probe(run, specs, leaves, sizes, named or {}, trusting).dim(0, 8)
 
     def test_a_trusting_probe_learns_shapes_and_takes_neutrality_for_granted(self):
         """verify="off": no garbage, the fill is "repeat"."""
@@ -606,6 +607,6 @@ class TestProbeItself:
         def run(tensors):
             raise Fallback(Reason.HOST_SYNC, "somewhere")
 
-        facts = Probe(run, [self.spec("x")], [torch.rand(4, 2)], {}).dim(0, (4,), 8)
+        facts = Probe(run, [self.spec("x")], [torch.rand(4, 2)], (4,), {}).dim(0, 8)
         assert (facts.neutral, facts.reason) == (False, Reason.HOST_SYNC)
         assert facts.detail == "somewhere"

@@ -500,13 +500,18 @@ def test_what_is_lent_is_a_copy():
 
 def test_the_recorder_refuses_without_stopping_the_callers_other_threads():
     """Its modes are thread-local: another thread may read tensors during a capture."""
-    read = []
+    read, begun, done = [], threading.Event(), threading.Event()
+
+    def reads():
+        begun.wait(10)
+        read.append(torch.ones(2).tolist())
+        done.set()
 
     def function(x):
-        worker = threading.Thread(target=lambda: read.append(torch.ones(2).tolist()))
-        worker.start()
-        worker.join()
+        begun.set()
+        assert done.wait(10)
         return x + 1
 
+    threading.Thread(target=reads).start()
     record(function, torch.ones(2))
     assert read == [[1.0, 1.0]]

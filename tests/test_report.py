@@ -24,7 +24,8 @@ def test_the_first_of_each_reason_and_detail_is_logged_at_warning(caplog):
     assert caplog.records[0].name == "graphcache"
     assert caplog.records[0].getMessage() == (
         "Net runs eagerly: host-sync: aten::item at m.py:3 "
-        "(the module waits for the device, which breaks a capture)"
+        "(the module waits for the device, which breaks a capture); "
+        "to do: keep the decision on the device (`torch.where`)"
     )
 
 
@@ -38,7 +39,7 @@ def test_each_cache_tells_its_own_first(caplog):
 def test_a_fallback_without_detail_is_told_by_its_phrase(caplog):
     """`grad` carries its remedy."""
     FallbackReport("Net", "eager")(Fallback(Reason.GRAD))
-    assert "call under torch.no_grad() or torch.inference_mode()" in caplog.text
+    assert "call under `torch.inference_mode()` or `torch.no_grad()`" in caplog.text
 
 
 def test_warn_warns_once(caplog):
@@ -79,7 +80,7 @@ def test_a_strict_cache_names_the_module_class_and_the_operation():
     cache = GraphCache(Peek(), [4], on_fallback="raise")
     for _ in range(2):
         with pytest.raises(
-            GraphCacheError, match=r"Peek runs eagerly: host-sync: aten::.*report\.py"
+            GraphCacheError, match=r"Peek runs eagerly: host-sync: `.item\(\)`.*report\.py"
         ):
             cache(torch.rand(4, 2))
     assert cache.stats().graphs == 0

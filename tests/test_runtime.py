@@ -559,11 +559,10 @@ class TestOptions:
         assert_same(cache(x), x)
         assert cache.stats().fallbacks == {}
         knob[0] = 2.0
-        cache(x)
-        for n in (3, 4):
+        for n in (3, 3, 4):
             x = rows(n, device)
             assert_same(cache(x), x * 2)
-        assert cache.stats().fallbacks == {"verify-mismatch": 2}
+        assert cache.stats().fallbacks == {"verify-mismatch": 3}
         assert_sums(cache.stats())
         cache._check()
 
@@ -1175,7 +1174,7 @@ class TestReasons:
             assert cache(rows(3, device)).grad_fn is None
         assert cache.stats().fallbacks == {"grad": 2}
         assert cache.stats().captures == cache.stats().replays == 1
-        assert "no_grad" in Reason.GRAD.phrase
+        assert "no_grad" in Reason.GRAD.remedy
 
     def test_grad_needed_by_a_tensor_that_is_no_parameter(self, device: str) -> None:
         held = torch.ones(4, device=device, requires_grad=True)

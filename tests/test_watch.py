@@ -8,9 +8,11 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from graphcache import GraphCache
+from graphcache.attributes import Attributes
 from graphcache.errors import Fallback
+from graphcache.holdings import Slots, tree
 from graphcache.reasons import Reason
-from graphcache.watch import Attributes, Watch, refuse_hooks, tree
+from graphcache.watch import Watch, refuse_hooks
 
 
 class Holder(nn.Module):
@@ -274,7 +276,7 @@ class TestAttributes:
         module = Holder()
         before = {k: v for m in module.modules() for k, v in vars(m).items()}
         weight, history = module.inner.weight, module.history
-        attributes = Attributes(module)
+        attributes = Attributes(Slots(module))
         CHANGES[name](module)
         assert attributes.restore()
         assert {k: v for m in module.modules() for k, v in vars(m).items()} == before
@@ -286,7 +288,7 @@ class TestAttributes:
     def test_a_run_that_changes_nothing_is_told_so(self):
         """Reading and computing are no change."""
         module = Holder()
-        attributes = Attributes(module)
+        attributes = Attributes(Slots(module))
         module(torch.ones(2, 3))
         assert not attributes.restore()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from graphcache.compiled import uncompiled
 from graphcache.errors import CaptureError
 from graphcache.graphs import Graph
 from graphcache.hazards import operation_hazard
@@ -147,7 +148,7 @@ class RecordedBackend:
 
     def capture(self, run: Callable[[], list[Tensor]]) -> Graph:
         recorder = _Recorder()
-        with noticing_host_reads(_refuse), recorder:
+        with uncompiled(), noticing_host_reads(_refuse), recorder:
             outputs = run()
         graph = RecordedGraph(recorder.steps, outputs, recorder.nbytes)
         self._live[id(graph)] = graph.nbytes

@@ -51,6 +51,9 @@ class TrafficProfile:
         """A copy: sizes to count."""
         return dict(self._counts)
 
+    def __repr__(self) -> str:
+        return f"TrafficProfile({', '.join(self.dims)}: {len(self)} sizes, {self.total:,} calls)"
+
     def __len__(self) -> int:
         return len(self._counts)
 
