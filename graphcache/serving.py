@@ -36,7 +36,6 @@ Kwargs = dict[str, Any]
 
 # The module itself may refuse the call; then the caller gets its error and not ours.
 _MAYBE_WRONG_INPUTS = frozenset({Reason.CAPTURE_FAILED, Reason.UNSUPPORTED_INPUT})
-_DEPENDS_ON_SIZE = frozenset({Reason.PAD_NOT_NEUTRAL, Reason.BATCH_COUPLED, Reason.VERIFY_MISMATCH})
 
 
 class Server:
@@ -160,8 +159,6 @@ class Server:
         try:
             return self._serve(args, kwargs, False)
         except Fallback as fallback:
-            if fallback.reason in _DEPENDS_ON_SIZE:
-                raise  # then rows of a piece need not be the rows of the whole
             self.report(fallback)
             result = self._miss.target(*args, **kwargs)
             self.ledger.fell_back(fallback.reason)
