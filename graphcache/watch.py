@@ -140,7 +140,9 @@ class Watch:
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
             and sum(map(len, self._containers)) == self._length
             and (not self._script or _script_state(self._module) == self._script)
-            and all(_contents(live) == kept for live, kept in self._contents)
+            and (
+                not self._contents or all(_contents(live) == kept for live, kept in self._contents)
+            )
             and not (self._collectors and any(c.get() is not None for c in self._collectors))
         )
 

@@ -505,3 +505,35 @@ def test_a_bert_encoder_with_ragged_masks_is_never_refused(dtype: torch.dtype):
                 mask[i, max(1, length - 3 * i) :] = 0
             assert close(cache(ids, mask), encode(ids, mask)), (n, length)
     assert cache.stats().eager == 0
+
+
+def test_random_operations_of_other_threads_are_safe_once_sealed():
+    """After warmup and seal nothing is captured, which is what makes them raise."""
+    stop, errors, turns = threading.Event(), [], []
+
+    def draws() -> None:
+        try:
+            while not stop.is_set():
+                torch.randn(100, device="cuda").sum().item()
+                turns.append(1)
+        except Exception as error:
+            errors.append(error)
+
+    module = nn.Sequential(mlp(), nn.Dropout(0.5)).train().cuda()
+    cache = GraphCache(module, buckets=[2, 4, 8])
+    with torch.inference_mode():
+        cache.warmup(sample=torch.randn(2, 64, device="cuda"), progress=False)
+        cache.seal()
+        thread = threading.Thread(target=draws)
+        thread.start()
+        try:
+            for n in (1, 2, 3, 5, 8, 9, 20) * 30:  # above 8 nothing is admitted any more
+                assert cache(torch.randn(n, 64, device="cuda")).shape[0] == n
+        finally:
+            stop.set()
+            thread.join()
+    assert not errors
+    assert turns
+    stats = cache.stats()
+    assert stats.captures == 0
+    assert stats.replays == 150

@@ -104,3 +104,23 @@ def test_links_lead_somewhere(document):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)\)", document)
     home = ROOT if document is README else ROOT / "docs"
     assert [link for link in links if not (home / link).exists()] == []
+
+
+GUARANTEES = (ROOT / "docs" / "guarantees.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "named", sorted(set(re.findall(r"`(test_\w+\.py(?:::\w+)?)`", GUARANTEES)))
+)
+def test_every_test_that_a_guarantee_names_exists(named):
+    """File and function."""
+    file, _, function = named.partition("::")
+    source = (ROOT / "tests" / file).read_text()
+    assert f"def {function}(" in source or not function
+
+
+def test_every_line_of_the_guarantees_names_what_shows_it():
+    """A promise or a limit without a test is none."""
+    rows = [line for line in GUARANTEES.splitlines() if re.match(r"\| [A-Z]", line)]
+    assert len(rows) >= 30
+    assert all("`test_" in row or "invisible to tests too" in row for row in rows)
