@@ -63,7 +63,8 @@ def _hidden(module: nn.Module) -> list[nn.Module]:
 def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
     own = vars(module)
     yield own
-    yield from (own[name] for name in ("_parameters", "_buffers", "_modules"))
+    inner = (own[name] for name in ("_parameters", "_buffers", "_modules"))
+    yield from (holder for holder in inner if isinstance(holder, dict))  # TorchScript has others
 
 
 class Slotted(MutableMapping[str, Any]):

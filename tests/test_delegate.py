@@ -371,3 +371,38 @@ class TestCallables:
         assert cache.note == "text"
         del cache.note
         assert not hasattr(cache, "note")
+
+
+class TestWrapped:
+    """What others put around a module, around a cache."""
+
+    def test_forward_may_be_wrapped(self, net, cache):
+        """As accelerate does it; the old forward serves by graphs."""
+        expected, old, calls = run(net), cache.forward, []
+
+        def doubled(x):
+            calls.append(x)
+            assert len(calls) < 3
+            return old(x) * 2
+
+        cache.forward = doubled
+        for _ in range(2):
+            torch.testing.assert_close(run(cache), expected * 2)
+        assert (cache.stats().captures, cache.stats().replays) == (1, 1)
+        torch.testing.assert_close(run(net), expected)
+        del cache.forward
+        torch.testing.assert_close(run(cache), expected)
+
+    def test_a_full_backward_hook_runs(self):
+        """Once a backward pass, with the gradients that a plain module's hook gets."""
+        plain = Net().eval()
+        cache = GraphCache(copy.deepcopy(plain), [8])
+        seen = []
+        for module in (cache, plain):
+            module.register_full_backward_hook(lambda m, given, got: seen.append((given, got)))
+            for _ in range(2):
+                x = X.clone().requires_grad_()
+                module(x).sum().backward()
+        assert len(seen) == 4
+        for ours, theirs in zip(seen[:2], seen[2:], strict=True):
+            torch.testing.assert_close(ours, theirs)

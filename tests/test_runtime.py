@@ -729,6 +729,7 @@ class TestOptions:
                 twin(x, mask)
             assert (twin.cache.stats().fallbacks.get("pad-not-neutral", 0) > 0) == eager
 
+    @pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler's advice
     def test_compile_serves_what_the_module_returns(self, device: str) -> None:
         """compile=True with buckets equals the uncompiled module."""
         cache = GraphCache(linear(device), [4], compile=True)

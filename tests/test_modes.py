@@ -1,0 +1,575 @@
+"""Calls under every mode and setting of PyTorch: eager's result under the same one.
+
+Modes that take turns in one cache never serve each other's graphs, and a call leaves each of them
+as it found it.
+"""
+
+import collections
+import contextlib
+import copy
+import functools
+import multiprocessing
+import os
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import Twin, assert_same
+
+from graphcache import GraphCache
+
+SIZES = (3, 8, 11, 3)  # padded, exact, split, and padded once more
+
+
+class Net(nn.Module):
+    """Attention over two places, a matmul, and a tensor made in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(4, 24)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(-1, 1, 2, 4, 3).unbind(-1)
+        y = F.scaled_dot_product_attention(q, k, v).reshape(-1, 8)
+        made = torch.full((8,), 0.5, device=x.device)
+        return self.head(torch.cat([y * made, y - made], -1).to(self.head.weight.dtype))
+
+
+@contextlib.contextmanager
+def setting(setter, value, before):
+    """A process-wide setting for the length of a block."""
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+def autocast(device, dtype, **options):
+    return torch.autocast(torch.device(device).type, dtype, **options)
+
+
+@contextlib.contextmanager
+def cast_and_not(device):
+    """An inner block that takes autocast back."""
+    with autocast(device, torch.bfloat16), autocast(device, torch.bfloat16, enabled=False):
+        yield
+
+
+@contextlib.contextmanager
+def cast_twice(device):
+    """The inner dtype counts."""
+    with autocast(device, torch.bfloat16), autocast(device, torch.float16):
+        yield
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    with setting(torch.set_default_dtype, dtype, torch.float32):
+        yield
+
+
+MODES = {
+    "plain": lambda device: contextlib.nullcontext(),
+    "no_grad": lambda device: torch.no_grad(),
+    "inference": lambda device: torch.inference_mode(),
+    "bfloat16 autocast": lambda device: autocast(device, torch.bfloat16),
+    "float16 autocast": lambda device: autocast(device, torch.float16),
+    "autocast without its cache": lambda device: autocast(
+        device, torch.bfloat16, cache_enabled=False
+    ),
+    "autocast within autocast": cast_twice,
+    "autocast taken back": cast_and_not,
+    "float64 default": lambda device: default_dtype(torch.float64),
+    "bfloat16 default": lambda device: default_dtype(torch.bfloat16),
+    "deterministic": lambda device: setting(torch.use_deterministic_algorithms, True, False),
+    "medium precision": lambda device: setting(
+        torch.set_float32_matmul_precision, "medium", "highest"
+    ),
+    "no flash": lambda device: setting(torch.backends.cuda.enable_flash_sdp, False, True),
+    "math attention": lambda device: sdpa_kernel(SDPBackend.MATH),
+    "default device": lambda device: torch.device(device),
+    "default device set": lambda device: setting(torch.set_default_device, device, None),
+    "anomaly": lambda device: torch.autograd.set_detect_anomaly(True),
+    "saved tensors": lambda device: torch.autograd.graph.save_on_cpu(),
+}
+
+# Settings that let float32 be computed in fewer bits, where another shape may round otherwise.
+ROUGH = {"medium precision"}
+
+
+def state_of_modes():
+    """All that a call might leave changed."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_cache_enabled(),
+        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+        *(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+        torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.cuda.is_current_stream_capturing,
+        torch.Tensor.tolist,
+        torch.Tensor.item,
+        torch.manual_seed,
+        torch.get_num_threads(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _all_modes_are_put_back():
+    before = state_of_modes()
+    yield
+    assert state_of_modes() == before
+
+
+@pytest.fixture
+def twin(device):
+    return make_twin(device)
+
+
+def make_twin(device, **options):
+    net = Net().to(device).eval().requires_grad_(False)
+    return Twin(GraphCache(net, [4, 8], **options))
+
+
+def calls(twin, device, sizes=SIZES, rough=False):
+    for n in sizes:
+        x = torch.randn(n, 4, device=device, dtype=torch.float32)
+        if rough:
+            torch.testing.assert_close(twin.cache(x), twin.eager(x), rtol=1e-2, atol=1e-2)
+        else:
+            twin(x)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_calls_equal_eagers_under_the_same_mode(name, twin, device):
+    """In value and dtype, all by graphs, with modes left alone; in grad mode too, since nothing
+    requires grad.
+    """
+    with MODES[name](device):
+        within = state_of_modes()
+        calls(twin, device, rough=name in ROUGH)
+        assert state_of_modes() == within
+    stats = twin.cache.stats()
+    assert (stats.captures, stats.eager, stats.splits) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in MODES if name != "plain"])
+def test_a_mode_in_turn_with_none(name, twin, device):
+    """No mode, the mode, no mode, the mode: bit for bit eager's at an exact size; the second round
+    only replays.
+    """
+    x = torch.randn(8, 4, device=device)
+    captures = []
+    for mode in ("plain", name) * 2:
+        with MODES[mode](device):
+            assert_same(twin.cache(x), twin.eager(x), bitwise=True)
+        captures.append(twin.cache.stats().captures)
+    assert captures[0] == 1
+    assert captures[1] == captures[2] == captures[3]
+    assert twin.cache.stats().eager == 0
+
+
+def test_all_modes_in_turn(twin, device):
+    """There and back through all of them in one cache, which then has a graph for each that
+    chooses kernels.
+    """
+    x = torch.randn(8, 4, device=device)
+    captures = []
+    for name in [*MODES, *reversed(MODES), *MODES]:
+        with MODES[name](device):
+            assert_same(twin.cache(x), twin.eager(x), bitwise=True)
+        captures.append(twin.cache.stats().captures)
+    assert captures[len(MODES) - 1] == captures[-1] <= len(MODES)
+    assert twin.cache.stats().eager == 0
+
+
+def test_a_cast_of_another_dtype_never_serves(twin, device):
+    """bfloat16, float16 and none within each other."""
+    x = torch.randn(8, 4, device=device)
+    dtypes = []
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16):
+            with autocast(device, dtype):
+                dtypes.append(twin.cache(x).dtype)
+                with autocast(device, dtype, enabled=False):
+                    dtypes.append(twin.cache(x).dtype)
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float16, torch.float32] * 2
+    assert (twin.cache.stats().captures, twin.cache.stats().replays) == (3, 5)
+
+
+@pytest.mark.parametrize("first", ["before", "inside"])
+def test_weights_changed_within_one_autocast_block(first, device):
+    """Eager would cast them once for the block; we give what a fresh block gives."""
+    net = Net().to(device).eval()
+    cache = GraphCache(net, [4, 8])
+    x = torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        if first == "before":
+            with autocast(device, torch.bfloat16):
+                cache(x)
+        with autocast(device, torch.bfloat16):
+            for _ in range(3):
+                ours = cache(x)
+                torch.clear_autocast_cache()
+                assert_same(ours, net(x))
+                torch.clear_autocast_cache()
+                for weight in net.parameters():
+                    weight.mul_(1.5)
+    assert (cache.stats().captures, cache.stats().eager) == (1, 0)
+
+
+def test_a_capture_leaves_no_casts_to_the_callers_block(device):
+    """What eager casts in the block after a capture, and what it cast before, are its own."""
+    net = Net().to(device).eval()
+    cache = GraphCache(net, [4, 8])
+    x = torch.randn(8, 4, device=device)
+    with torch.no_grad(), autocast(device, torch.bfloat16):
+        before = net(x)
+        assert_same(cache(x), before)
+        for weight in net.parameters():
+            weight.mul_(2)
+        torch.clear_autocast_cache()
+        after = net(x)
+        assert not torch.equal(after, before)
+        assert_same(cache(x), after)
+
+
+def test_gradients_after_a_capture_in_one_autocast_block(device):
+    """Casts made in a trial run, without gradients, must not serve a call that needs them."""
+    net = Net().to(device).eval()
+    cache = GraphCache(net, [4, 8])
+    x = torch.randn(3, 4, device=device)
+    with autocast(device, torch.bfloat16):
+        cache.warmup(sample=x, progress=False)
+        cache(x).sum().backward()
+    assert all(weight.grad is not None for weight in net.parameters())
+
+
+def made_in(mode, make):
+    with mode():
+        return make()
+
+
+GRAD_MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("weights", GRAD_MODES)
+@pytest.mark.parametrize("inputs", GRAD_MODES)
+def test_inputs_and_weights_of_one_mode_in_another(weights, inputs, device):
+    """Inference tensors outside of inference mode and ordinary ones within, by the same graphs."""
+    twin = made_in(weights, lambda: make_twin(device))
+    for _ in range(2):
+        for mode in GRAD_MODES:
+            for n in (3, 8, 11):
+                x = made_in(inputs, lambda n=n: torch.randn(n, 4, device=device))
+                with mode():
+                    twin(x)
+    assert (twin.cache.stats().captures, twin.cache.stats().eager) == (2, 0)
+
+
+@pytest.mark.parametrize("mode", GRAD_MODES)
+def test_results_may_be_used_as_eagers_in_a_graph_of_gradients(mode, twin, device):
+    """Those made outside of inference mode; the others raise what eager's raise."""
+    x = torch.randn(3, 4, device=device)
+    weight = torch.ones(4, device=device, requires_grad=True)
+    with mode():
+        ours, theirs = twin.cache(x), twin.eager(x)
+    if theirs.is_inference():
+        for result in (ours, theirs):
+            with pytest.raises(RuntimeError, match="Inference tensors"):
+                result * weight
+        return
+    (grad,) = torch.autograd.grad((ours * weight).sum(), weight)
+    torch.testing.assert_close(grad, theirs.sum(0))
+
+
+def test_modes_within_modes(twin, device):
+    """Gradients on within off, and inference mode off within on."""
+    with torch.no_grad(), torch.enable_grad():
+        calls(twin, device)
+    with torch.inference_mode(), torch.inference_mode(False):
+        calls(twin, device)
+    with torch.inference_mode(), torch.no_grad(), autocast(device, torch.bfloat16):
+        calls(twin, device)
+    assert (twin.cache.stats().captures, twin.cache.stats().eager) == (4, 0)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_call_that_raises_leaves_the_modes_alone(name, twin, device):
+    """Cold and warm."""
+    wrong = torch.randn(3, 5, device=device)
+    with MODES[name](device):
+        within = state_of_modes()
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                twin.cache(wrong)
+            assert state_of_modes() == within
+            calls(twin, device, (8,))
+
+
+def changing(setter, value, before):
+    """A module that sets something for the length of its own forward."""
+
+    class Changing(nn.Module):
+        def forward(self, x):
+            setter(value)
+            try:
+                return x @ torch.ones(4, 4, device=x.device).to(x.dtype)
+            finally:
+                setter(before)
+
+    return Changing()
+
+
+@pytest.mark.parametrize(
+    ("setter", "value", "before"),
+    [
+        (torch.set_grad_enabled, False, True),
+        (torch.set_default_dtype, torch.float64, torch.float32),
+        (torch.use_deterministic_algorithms, True, False),
+        (torch.set_float32_matmul_precision, "high", "highest"),
+        (torch.backends.cuda.enable_flash_sdp, False, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_module_that_sets_a_mode_for_itself(setter, value, before, device):
+    twin = Twin(GraphCache(changing(setter, value, before).to(device), [4, 8]))
+    calls(twin, device)
+
+
+class CastsItself(nn.Module):
+    """As models do that run a part in float32 whatever the caller says, or in half."""
+
+    def __init__(self, enabled):
+        super().__init__()
+        self.inner, self.enabled = Net(), enabled
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.enabled):
+            return self.inner(x.float())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_module_that_casts_by_itself(enabled, device):
+    """Within autocast and without."""
+    twin = Twin(GraphCache(CastsItself(enabled).to(device).requires_grad_(False), [4, 8]))
+    for _ in range(2):
+        for mode in ("plain", "bfloat16 autocast", "float16 autocast"):
+            with MODES[mode](device):
+                calls(twin, device, (3, 8, 3))
+    assert twin.cache.stats().eager == 0
+
+
+def test_a_profiler_around_calls(twin, device):
+    """Captures and replays within it are right, and the cache serves on after it."""
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            calls(twin, device)
+        assert any(event.key.startswith("aten::") for event in profiler.key_averages())
+        calls(twin, device)
+    assert (twin.cache.stats().captures, twin.cache.stats().eager) == (2, 0)
+
+
+def serve_in_child(twin, results):
+    """A used bucket, a new one, a split and another mode."""
+    try:
+        calls(twin, "cpu", (3, 8, 11))
+        with torch.inference_mode(), autocast("cpu", torch.bfloat16):
+            calls(twin, "cpu", (3, 8))
+        results.put(twin.cache.stats().eager)
+    except BaseException as error:
+        results.put(repr(error))
+        raise
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_uses_its_parents_cache():
+    """Each then goes its own way. (A CUDA context does not outlive a fork.)"""
+    twin = make_twin("cpu")
+    calls(twin, "cpu", (3, 4))
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    child = fork.Process(target=serve_in_child, args=(twin, results))
+    child.start()
+    child.join(30)
+    alive = child.is_alive()
+    if alive:
+        child.kill()
+        child.join()
+    assert not alive
+    assert results.get() == 0
+    assert child.exitcode == 0
+    calls(twin, "cpu")
+    assert twin.cache.stats().captures == 2
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("name", ["inference", "bfloat16 autocast"])
+def test_a_copy_made_within_a_mode(copied, name, twin, device):
+    """Has weights, keys and graphs of its own, and the options of the first."""
+    calls(twin, device)
+    with MODES[name](device):
+        other = Twin(copied(twin.cache))
+        calls(other, device)
+    assert list(other.cache.state_dict()) == list(twin.eager.state_dict())
+    assert (other.cache.stats().captures, other.cache.stats().splits) == (2, 1)
+    for module in (other.cache, other.eager):
+        module.head.weight = nn.Parameter(torch.zeros(4, 16, device=device), False)
+    calls(other, device)
+    calls(twin, device)
+    assert twin.cache.stats().captures == 2
+
+
+def test_the_keys_of_a_state_dict_are_the_modules(twin, device):
+    """In any mode, and within a parent."""
+    parent = nn.Sequential(twin.cache, nn.ReLU())
+    plain = nn.Sequential(twin.eager, nn.ReLU())
+    for name in ("plain", "inference", "bfloat16 autocast"):
+        with MODES[name](device):
+            calls(twin, device)
+            assert_same(parent.state_dict(), plain.state_dict(), bitwise=True)
+
+
+@pytest.mark.parametrize("name", ["inference", "bfloat16 autocast"])
+def test_a_compiled_parent_in_a_mode(name, twin, device):
+    """The cache is left out of it, and serves other callers beside it."""
+    parent = nn.Sequential(twin.cache, nn.ReLU())
+    compiled = torch.compile(parent, backend="eager")
+    try:
+        with MODES[name](device):
+            for n in (3, 8, 3):
+                x = torch.randn(n, 4, device=device, dtype=torch.float32)
+                assert_same(compiled(x), twin.eager(x).relu())
+                twin(x)
+    finally:
+        torch._dynamo.reset()
+    assert (twin.cache.stats().captures, twin.cache.stats().replays) == (2, 1)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that it sees, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["plain", "inference", "bfloat16 autocast"])
+def test_a_dispatch_mode_of_the_callers(name, twin, device):
+    """Misses nothing that it would see of eager, cold and warm; graphs serve on after it."""
+    x = torch.randn(3, 4, device=device)
+    with MODES[name](device):
+        for _ in range(2):
+            results, counts = [], []
+            for call in (twin.cache, twin.eager):
+                with Counting() as counting:
+                    results.append(call(x))
+                counts.append(counting.seen)
+            assert_same(*results)
+            ours, theirs = counts
+            assert theirs
+            assert theirs <= ours
+            calls(twin, device)
+    assert twin.cache.stats().fallbacks == {"tracing": 2}
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_fake_tensors_are_answered_by_fake_tensors(warm, twin, device):
+    """And leave nothing fake behind."""
+    if warm:
+        calls(twin, device)
+    for n in (3, 8, 11):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            x = mode.from_tensor(torch.randn(n, 4, device=device))
+            assert twin.cache(x).shape == (n, 4)
+            assert type(twin.cache(x)) is type(twin.eager(x))
+    calls(twin, device)
+    assert (twin.cache.stats().captures, twin.cache.stats().failures) == (2, 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "inference"])
+@pytest.mark.parametrize("warm", [True, False])
+def test_vmap_over_calls(name, warm, twin, device):
+    """Over a batch of batches, with graphs before and after it."""
+    x = torch.randn(2, 3, 4, device=device)
+    with MODES[name](device):
+        if warm:
+            calls(twin, device)
+        assert_same(torch.vmap(twin.cache)(x), torch.vmap(twin.eager)(x))
+        calls(twin, device)
+    assert set(twin.cache.stats().fallbacks) == {"tracing"}
+
+
+def test_derivatives_by_functorch(twin, device):
+    x = torch.randn(3, 4, device=device)
+    calls(twin, device)
+    ours, theirs = (
+        [torch.func.jacrev(call)(x), torch.func.jacfwd(call)(x)]
+        for call in (twin.cache, twin.eager)
+    )
+    assert_same(ours, theirs)
+    calls(twin, device)
+
+
+def test_an_input_that_asks_for_gradients_gets_them_between_graphs(twin, device):
+    """In grad mode only, and in autocast as in none."""
+    for name in ("plain", "no_grad", "bfloat16 autocast", "inference", "plain"):
+        x = torch.randn(3, 4, device=device, requires_grad=True)
+        with MODES[name](device):
+            ours, theirs = twin.cache(x), twin.eager(x)
+        assert_same(ours, theirs)
+        if ours.requires_grad:
+            grads = [torch.autograd.grad(y.float().sum(), x)[0] for y in (ours, theirs)]
+            assert_same(*grads)
+        with MODES[name](device):
+            calls(twin, device)
+    assert twin.cache.stats().fallbacks == {"grad": 3}
+
+
+def test_a_warmup_in_a_mode_serves_that_mode(twin, device):
+    """Sealed: the mode's calls replay, those of another run eagerly."""
+    with autocast(device, torch.bfloat16):
+        twin.cache.warmup(sample=torch.randn(1, 4, device=device), progress=False)
+    twin.cache.seal()
+    for _ in range(2):
+        with autocast(device, torch.bfloat16):
+            calls(twin, device, (3, 8))
+        calls(twin, device, (3, 8))
+    stats = twin.cache.stats()
+    assert (stats.warmup_captures, stats.captures, stats.replays) == (2, 0, 4)
+    assert stats.fallbacks == {"not-admitted": 4}
+
+
+def test_a_decorated_function_in_and_out_of_inference_mode(twin, device):
+    """The decorators are the same modes."""
+    serve = functools.partial(calls, twin, device)
+    for decorate in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
+        decorate(serve)()
+    assert (twin.cache.stats().captures, twin.cache.stats().eager) == (2, 0)

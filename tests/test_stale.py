@@ -1,0 +1,307 @@
+"""Changes that a graph must not outlive, whatever the cache's answer is: compared with a twin."""
+
+import collections
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import weight_norm
+
+from graphcache import GraphCache
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def twins(make, device="cpu"):
+    """Two modules with the same weights: one for the cache, one for eager."""
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(make().to(device))
+    return modules
+
+
+def follows(make, change, x, buckets=(8,), device="cpu"):
+    """A capture and a replay, the same change of both twins, and then what eager gives, twice."""
+    module, plain = twins(make, device)
+    cache = GraphCache(module, buckets)
+    x = x.to(device)
+    for _ in range(2):
+        torch.testing.assert_close(cache(x), plain(x))
+    assert cache.stats().replays > cache.stats().eager == 0
+    change(module)
+    change(plain)
+    for _ in range(2):
+        torch.testing.assert_close(cache(x), plain(x))
+    return cache, module, plain
+
+
+class TestSplits:
+    """A call above the largest bucket runs in pieces of one graph."""
+
+    def test_batch_norm_back_in_training_sees_the_whole_batch(self, device):
+        """Neither its result nor its statistics are those of the pieces."""
+        x = torch.randn(20, 4) * 3 + 1
+        cache, module, plain = follows(
+            lambda: nn.BatchNorm1d(4).eval(), lambda m: m.train(), x, [8, 16], device
+        )
+        torch.testing.assert_close(module.state_dict(), plain.state_dict())
+        assert cache.stats().splits == 2  # as before the change
+
+    def test_a_hook_runs_once_a_call(self, device):
+        """Not once for each piece."""
+        ran = collections.Counter()
+
+        def count(module):
+            module.register_forward_hook(lambda m, *args: ran.update([m]))
+
+        x = torch.randn(20, 4)
+        cache, module, plain = follows(lambda: nn.Linear(4, 2), count, x, [8, 16], device)
+        assert ran == {module: 2, plain: 2}
+        assert cache.stats().splits == 2
+
+
+def test_a_grown_vocabulary_is_looked_up_in_the_new_table():
+    """The old table has no such row: a replay raises here, and on a GPU ends the context."""
+    module = nn.Sequential(nn.Embedding(10, 4), nn.Tanh())
+    cache = GraphCache(module, [8])
+    cache(torch.tensor([1, 2, 3]))
+    assert cache.stats().graphs == 1
+    module[0] = nn.Embedding(20, 4)
+    i = torch.tensor([15, 2, 3])
+    for _ in range(3):
+        torch.testing.assert_close(cache(i), module(i))
+    assert cache.stats().eager == 0
+
+
+def test_a_stale_replay_draws_no_random_numbers(device):
+    """A dropout in eval mode leaves the generator where it was."""
+    get_state = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).to(device)
+    cache = GraphCache(module)
+    x = torch.ones(3, 4, device=device)
+    cache(x)
+    assert cache.stats().captures == 1
+    module.eval()
+    before = get_state()
+    torch.testing.assert_close(cache(x), module(x))
+    assert torch.equal(get_state(), before)
+
+
+class Acting(nn.Module):
+    """Computes by a function that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = None
+
+    def forward(self, x):
+        return self.act(x)
+
+
+def test_functions_that_come_one_after_another_are_told_apart(device):
+    """Each is freed before the next is made, often at the same address."""
+    module = Acting()
+    cache = GraphCache(module, [8], max_graphs=64)
+    x = torch.ones(3, 4, device=device)
+    for k in range(1, 40):
+        module.act = lambda v, k=k: v * k
+        for _ in range(2):
+            torch.testing.assert_close(cache(x), x * k)
+    stats = cache.stats()
+    assert (stats.captures, stats.replays, stats.eager) == (39, 39, 0)
+
+
+class TwoLists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mul, self.add = [3.0], []
+
+    def forward(self, x):
+        for k in self.mul:
+            x = x * k
+        for k in self.add:
+            x = x + k
+        return x
+
+
+def move_along(module):
+    module.mul, module.add = [], module.mul
+
+
+def test_a_value_that_moves_to_the_list_beside_it_is_noticed(device):
+    """The values are the same, and in the same order."""
+    cache, *_ = follows(TwoLists, move_along, torch.ones(3, 4), device=device)
+    assert (cache.stats().captures, cache.stats().eager) == (2, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_hook_beside_a_norms_own_is_run(device):
+    """Those of a weight norm are recorded, this one is not."""
+    cache, *_ = follows(
+        lambda: weight_norm(nn.Linear(4, 4)),
+        lambda m: m.register_forward_pre_hook(lambda m, args: (args[0] * 5,)),
+        torch.ones(3, 4),
+        device=device,
+    )
+    assert cache.stats().fallbacks == {"hooks": 2}
+
+
+def test_a_hook_of_a_cache_inside_is_run(device):
+    """The outer graph holds the inner module without it."""
+    nested, plain = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), device)
+    nested[0] = GraphCache(nested[0], [8])
+    cache = GraphCache(nested, [8])
+    x = torch.ones(3, 4, device=device)
+    torch.testing.assert_close(cache(x), plain(x))
+    assert cache.stats().captures == 1
+    for hooked in (nested[0], plain[0]):
+        hooked.register_forward_hook(lambda m, args, out: out * 0 + 7)
+    for _ in range(2):
+        torch.testing.assert_close(cache(x), plain(x))
+    assert cache.stats().fallbacks == {"hooks": 2}
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    k: float = 2.0
+
+
+class Holder(nn.Module):
+    """Multiplies by what it reads from what it holds."""
+
+    def __init__(self, held, read):
+        super().__init__()
+        self.held, self.read = held, read
+
+    def forward(self, x):
+        return x * self.read(self.held)
+
+
+def k_of(get):
+    """What holds an object with an attribute k: how it is read and changed."""
+    return lambda held: get(held).k, lambda held: setattr(get(held), "k", 5.0)
+
+
+def first(held):
+    return held[0]
+
+
+HELD = {
+    "a module in a list": (lambda: [Scale()], *k_of(first)),
+    "a module in a tuple": (lambda: (Scale(),), *k_of(first)),
+    "a module in a dict": (lambda: {"a": Scale()}, *k_of(lambda held: held["a"])),
+    "a module in a list of lists": (lambda: [[Scale()]], *k_of(lambda held: held[0][0])),
+    "an object in a tuple": (lambda: (types.SimpleNamespace(k=2.0),), *k_of(first)),
+    "an object with slots": (Slotted, *k_of(lambda held: held)),
+    "an object with slots in a list": (lambda: [Slotted()], *k_of(first)),
+    "a set": (set, lambda held: 5.0 if held else 2.0, lambda held: held.add(1)),
+    "a set of as many": (lambda: {2.0}, sum, lambda held: (held.clear(), held.add(5.0))),
+    "a deque": (
+        lambda: collections.deque([1.0, 2.0], maxlen=2),
+        lambda held: held[0],
+        lambda held: held.append(5.0),
+    ),
+    "a small array": (
+        lambda: np.full(2, 2.0),
+        lambda held: float(held[1]),
+        lambda held: held.__setitem__(1, 5.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_lies_inside_what_a_module_holds_is_watched(name, device):
+    make, read, change = HELD[name]
+    cache, *_ = follows(
+        lambda: Holder(make(), read), lambda m: change(m.held), torch.ones(3, 4), device=device
+    )
+    assert (cache.stats().captures, cache.stats().eager) == (2, 0)
+
+
+class Hiding(nn.Module):
+    """Holds a dropout of everything where nn.Module does not look for it."""
+
+    def __init__(self, training):
+        super().__init__()
+        self.dropouts = [nn.Dropout(1.0).train(training)]
+
+    def forward(self, x):
+        return self.dropouts[0](x) + 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_a_hidden_dropout_is_noticed(training, device):
+    follows(
+        lambda: Hiding(training),
+        lambda m: m.dropouts[0].train(not training),
+        torch.ones(3, 4),
+        device=device,
+    )
+
+
+@pytest.fixture
+def by_class():
+    """A class of its own for each test, which changes it."""
+
+    class ByClass(nn.Module):
+        k = 2.0
+
+        def forward(self, x):
+            return x * self.k
+
+    return ByClass
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("k", 5.0), ("forward", lambda self, x: x * self.k + 1)],
+    ids=["k", "forward"],
+)
+@pytest.mark.parametrize("inherited", [False, True])
+def test_what_the_class_holds_is_watched(by_class, name, value, inherited, device):
+    """A value or the forward, of the class itself or of its base."""
+    kind = type("Inherited", (by_class,), {}) if inherited else by_class
+    cache, *_ = follows(
+        kind, lambda m: setattr(by_class, name, value), torch.ones(3, 4), device=device
+    )
+    assert (cache.stats().captures, cache.stats().eager) == (2, 0)
+
+
+@pytest.fixture(params=[True, False], ids=["training", "eval"])
+def training(request):
+    return request.param
+
+
+class TestScripted:
+    def make(self, training):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
+        return torch.jit.script(module).train(training)
+
+    def test_the_caches_mode_reaches_it(self, training):
+        module = self.make(training)
+        cache = GraphCache(module, [8])
+        assert cache.train(not training) is cache
+        assert [part.training for part in module.modules()] == [not training] * 3
+        assert cache.eval() is cache
+        assert not any(part.training for part in module.modules())
+        x = torch.ones(3, 4)
+        for mode in (False, True, False):
+            module.train(mode)
+            for _ in range(2):
+                torch.testing.assert_close(cache(x), module(x))
