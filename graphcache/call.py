@@ -121,7 +121,7 @@ class Reading:
         self.dims = dims.names if self._named else tuple(map(str, range(sum(map(len, axes)))))
         self.sizes = self._sizes(axes)
         inputs = tuple(self._input(i, axes[i], device) for i in range(len(axes)))
-        self.signature = Signature(inputs, call.arguments, Modes(device.type).kernels(), state)
+        self.signature = Signature(inputs, call.arguments, Modes(device).kernels(), state)
 
     def _every_axis(self) -> list[list[tuple[int, int]]]:
         """Exact sizes without named dims: each axis of each tensor is a dim of its own."""

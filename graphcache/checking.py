@@ -56,6 +56,7 @@ def check(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         args: arguments of one call; kwargs likewise.
 
     Example:
+        >>> import torch
         >>> class Gate(torch.nn.Module):
         ...     def forward(self, x):
         ...         return x + 1 if x.sum().item() > 0 else x

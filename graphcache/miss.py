@@ -71,7 +71,7 @@ class MissPath:
         self._module = module
         self._settings = settings
         self._backend: Backend | None = None
-        self.modes = Modes("cpu")
+        self.modes = Modes(torch.device("cpu"))
         self.sizes_read: tuple[int, ...] | None = (
             None  # of the call last looked at, for the traffic
         )
@@ -315,7 +315,7 @@ class MissPath:
             device = _device_of(self._module, call.leaves)
             self._backend = backend_for(device, self._settings.backend)
             self._closing = weakref.finalize(self, self._backend.close)
-            self.modes = Modes(device.type)
+            self.modes = Modes(self._backend.device)
             trusting, fill = self.knowledge.trusting, self._settings.fill
             learner = Learner(self.target, self._module, self._backend, fill, trusting)
             self.knowledge.attach(self._backend, learner)

@@ -72,13 +72,14 @@ class Server:
         return result
 
     def _serve(self, args: Args, kwargs: Kwargs, whole: bool) -> Any:
-        """One call by its plan; a module that changed under it is looked at again and the call
-        repeated.
+        """One call by its plan. If the module is not what its plans were made for, or needs
+        gradients, they go, it is looked at again and the call repeated.
         """
+        watch = self._miss.watch
         for _ in range(MAX_TRIES):
             leaves: list[Tensor] = []
             plan = self._plan(args, kwargs, leaves)
-            if self._as_captured():
+            if watch.same() and not (torch.is_grad_enabled() and watch.needs_grad()):
                 if isinstance(plan, SplitPlan):
                     return self._in_pieces(plan, leaves, args, kwargs)
                 plan.calls += whole
@@ -111,11 +112,6 @@ class Server:
             raise
         plan.traffic = self._miss.sizes_read or ()
         return plan
-
-    def _as_captured(self) -> bool:
-        """Whether the module is what its plans were made for, and needs no gradients."""
-        watch = self._miss.watch
-        return watch.same() and not (torch.is_grad_enabled() and watch.needs_grad())
 
     def _replay(self, plan: CallPlan, leaves: list[Tensor], whole: bool) -> list[Tensor]:
         """Replay and count. Pieces are copied even where results are lent, since the next piece

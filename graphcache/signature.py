@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -205,55 +207,86 @@ def _form(leaf: Tensor) -> tuple[Any, ...]:
 _KERNEL_FLAGS = (
     "get_default_dtype",
     "_get_deterministic_algorithms",
-    "_get_cudnn_benchmark",
-    "_get_cudnn_deterministic",
     "_get_flash_sdp_enabled",
     "_get_mem_efficient_sdp_enabled",
     "_get_math_sdp_enabled",
+    "_get_sdp_priority_order",
+)
+_CUDA_KERNEL_FLAGS = (
+    "_get_cudnn_enabled",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
     "_get_cudnn_sdp_enabled",
+    "_get_cublas_allow_fp16_accumulation",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
 )
 # Where any of these is not at rest a call runs eagerly (see `tracing`), so no plan is found under
 # its key.
-_CONTEXT = ("is_grad_enabled", "_len_torch_dispatch_stack", "_get_tracing_state")
+_CONTEXT: tuple[Callable[[], Any], ...] = (
+    torch.is_grad_enabled,
+    torch._C._len_torch_dispatch_stack,
+    torch._C._is_tracing,
+    torch._C._functorch.peek_interpreter_stack,
+    functools.partial(getattr, forward_ad, "_current_level"),
+)
 _FP32_BACKEND = {"cuda": "cuda", "cpu": "mkldnn"}
+_FP32_OPS = ("matmul", "conv", "rnn")
 
 
 def _getters(names: Sequence[str]) -> list[Callable[[], Any]]:
     return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
 
 
+def numbering() -> Callable[[Hashable], int]:
+    """Numbers values, equal ones alike; the last 256 of them are remembered."""
+    numbers = itertools.count()
+    return functools.lru_cache(256)(lambda _: next(numbers))
+
+
 class Modes:
-    """Reads the settings of the thread and of the process that a call runs under, for one type of
-    device. The hit path reads them at each call.
+    """Reads the settings of the thread and of the process that a call runs under, for one device.
+    The hit path reads them at each call.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self, device: torch.device) -> None:
+        self._device_type = device.type
         precision = torch._C._get_fp32_precision_getter
-        backend = _FP32_BACKEND.get(device_type, "generic")
+        backend = _FP32_BACKEND.get(device.type, "generic")
         self._kernels: list[Callable[[], Any]] = [
             *_getters(_KERNEL_FLAGS),
-            *(functools.partial(precision, backend, what) for what in ("matmul", "conv")),
+            *(functools.partial(precision, backend, what) for what in _FP32_OPS),
         ]
-        context: list[Callable[[], Any]] = [
-            *_getters(_CONTEXT),
-            torch._C._functorch.peek_interpreter_stack,
-            functools.partial(getattr, forward_ad, "_current_level"),
+        self._stream: Callable[[], int] = int  # the number of the default stream, 0
+        if device.type == "cuda":
+            self._kernels += _getters(_CUDA_KERNEL_FLAGS)
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
+        self._all: list[Callable[[], Any]] = [
+            *self._kernels,
+            *_CONTEXT,
         ]
-        if device_type == "cuda":
-            context.append(torch._C._cuda_isCurrentStreamCapturing)
-        self._all = [*self._kernels, *context]
+        self._numbered = numbering()
+        self._last: list[Any] = []
+        self._number = -1
 
     def kernels(self) -> tuple[Any, ...]:
         """What chooses kernels: part of every signature."""
-        return (*(get() for get in self._kernels), *self._scoped())
+        return _frozen([*map(call, self._kernels), *self._scoped()])
 
-    def everything(self) -> tuple[Any, ...]:
-        """That, and what decides whether a graph may serve at all: grad, tracing, capturing."""
-        flags: tuple[Any, ...] = tuple([get() for get in self._all])
+    def everything(self) -> int:
+        """A number for that and for what decides whether a graph may serve at all: grad, tracing,
+        capturing. To compare with the last answers costs less than to hash them; and the default
+        stream cannot be captured, so there the driver is not asked.
+        """
+        flags = list(map(call, self._all))
         if torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
-            return (*flags, *self._scoped())
-        return flags
+            flags += self._scoped()
+        if self._stream() and torch._C._cuda_isCurrentStreamCapturing():
+            flags.append("capturing")
+        if flags != self._last:
+            self._last, self._number = flags, self._numbered(_frozen(flags))
+        return self._number
 
     def _scoped(self) -> list[Any]:
         """The settings of a `with`: autocast, and `torch.device("...")`, a function mode."""
@@ -264,6 +297,10 @@ class Modes:
             stack = _get_current_function_mode_stack()
             found += (torch.get_default_device(), *map(type, stack))
         return found
+
+
+def _frozen(flags: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(flag) if isinstance(flag, list) else flag for flag in flags)
 
 
 class Input(NamedTuple):

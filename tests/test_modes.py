@@ -134,6 +134,7 @@ def state_of_modes():
 
 @pytest.fixture(autouse=True)
 def _all_modes_are_put_back():
+    torch.set_float32_matmul_precision("highest")  # a process that never set it has it unset
     before = state_of_modes()
     yield
     assert state_of_modes() == before

@@ -6,12 +6,14 @@ import enum
 import itertools
 import math
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
 from graphcache import GraphCache
 from graphcache.call import Binder, Call, Reading
@@ -23,8 +25,16 @@ from graphcache.signature import LEAF, Input, Modes, call_key, dim_order, flatte
 CPU = torch.device("cpu")
 
 
+ATTENTION = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.OVERRIDEABLE,
+]
+
+
 def modes():
-    return Modes("cpu").kernels()
+    return Modes(CPU).kernels()
 
 
 class Pair(NamedTuple):
@@ -369,7 +379,13 @@ class TestModes:
             lambda: Set(torch.set_default_dtype, torch.float64, torch.float32),
             lambda: Set(torch.use_deterministic_algorithms, True, False),
             lambda: Set(torch.set_float32_matmul_precision, "medium", "highest"),
-            lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+            lambda: torch.nn.attention.sdpa_kernel(SDPBackend.MATH),
+            lambda: torch.nn.attention.sdpa_kernel(
+                [SDPBackend.MATH, *ATTENTION], set_priority=True
+            ),
+            lambda: Set(
+                partial(setattr, torch.backends.mkldnn.rnn, "fp32_precision"), "tf32", "ieee"
+            ),
         ],
     )
     def test_settings_that_choose_kernels_are_part_of_the_key(self, change):

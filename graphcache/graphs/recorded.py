@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
             _refuse(*hazard)
         if func.name().startswith("aten::lift_fresh"):
             self._keep_constant(args[0])
-        frozen_args, frozen_kwargs = _pytree.tree_map(_frozen, (args, kwargs))
+        frozen_args, frozen_kwargs = _all_frozen((args, kwargs))
         result = func(*args, **kwargs)
         if self._needs_replay(func, args, kwargs, result):
             self.steps.append(
@@ -185,3 +185,17 @@ def _frozen(value: Any) -> Any:
         return value
     with _disable_current_modes():
         return value.detach()
+
+
+def _all_frozen(values: Any) -> Any:
+    """All tensors of one operation. What was one tensor stays one: self-attention asks whether its
+    key is its query, and computes in another order if it is not.
+    """
+    kept: dict[int, Any] = {}
+
+    def freeze(value: Any) -> Any:
+        if id(value) not in kept:
+            kept[id(value)] = _frozen(value)
+        return kept[id(value)]
+
+    return _pytree.tree_map(freeze, values)
