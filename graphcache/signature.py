@@ -262,10 +262,7 @@ class Modes:
             self._kernels += _getters(_CUDA_KERNEL_FLAGS)
             index = torch.cuda.current_device() if device.index is None else device.index
             self._stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
-        self._all: list[Callable[[], Any]] = [
-            *self._kernels,
-            *_CONTEXT,
-        ]
+        self._all = [*self._kernels, *_CONTEXT]
         self._numbered = numbering()
         self._last: list[Any] = []
         self._number = -1
