@@ -230,6 +230,7 @@ _CONTEXT: tuple[Callable[[], Any], ...] = (
     torch._C._functorch.peek_interpreter_stack,
     functools.partial(getattr, forward_ad, "_current_level"),
 )
+_SCOPES = (torch._C._is_any_autocast_enabled, torch._C._len_torch_function_stack)
 _FP32_BACKEND = {"cuda": "cuda", "cpu": "mkldnn"}
 _FP32_OPS = ("matmul", "conv", "rnn")
 
@@ -262,10 +263,10 @@ class Modes:
             self._kernels += _getters(_CUDA_KERNEL_FLAGS)
             index = torch.cuda.current_device() if device.index is None else device.index
             self._stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
-        self._all = [*self._kernels, *_CONTEXT]
+        self._all = [*self._kernels, *_CONTEXT, *_SCOPES, self._stream]
         self._numbered = numbering()
-        self._last: list[Any] = []
-        self._number = -1
+        self._plain: tuple[list[Any], int] = ([], -1)
+        self._scoped_last: tuple[list[Any], int] = ([], -1)
 
     def kernels(self) -> tuple[Any, ...]:
         """What chooses kernels: part of every signature."""
@@ -273,17 +274,27 @@ class Modes:
 
     def everything(self) -> int:
         """A number for that and for what decides whether a graph may serve at all: grad, tracing,
-        capturing. To compare with the last answers costs less than to hash them; and the default
-        stream cannot be captured, so there the driver is not asked.
+        capturing. To compare with the last answers costs less than to hash them.
         """
         flags = list(map(call, self._all))
-        if torch._C._is_any_autocast_enabled() or torch._C._len_torch_function_stack():
-            flags += self._scoped()
-        if self._stream() and torch._C._cuda_isCurrentStreamCapturing():
-            flags.append("capturing")
-        if flags != self._last:
-            self._last, self._number = flags, self._numbered(_frozen(flags))
-        return self._number
+        plain, number = self._plain
+        return number if flags == plain else self._number(flags)
+
+    def _number(self, flags: list[Any]) -> int:
+        """The same for flags other than the last plain ones. Streams share plans, so their numbers
+        are left out; the default stream cannot be captured, so there the driver is not asked.
+        """
+        *rest, autocast, functions, stream = flags
+        rest += [autocast, functions]
+        if not (autocast or functions or stream):
+            self._plain = flags, self._numbered(_frozen(rest))
+            return self._plain[1]
+        rest += self._scoped()
+        if stream and torch._C._cuda_isCurrentStreamCapturing():
+            rest.append("capturing")
+        if rest != self._scoped_last[0]:
+            self._scoped_last = rest, self._numbered(_frozen(rest))
+        return self._scoped_last[1]
 
     def _scoped(self) -> list[Any]:
         """The settings of a `with`: autocast, and `torch.device("...")`, a function mode."""
