@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graphcache.signature import matmul_precision
+
 TOLERANCE = {
     torch.float64: 1e-6,
     torch.complex128: 1e-6,
@@ -21,6 +23,8 @@ TOLERANCE = {
     torch.bfloat16: 3e-2,
 }
 _LOOSEST = 1e-1  # 8-bit floats
+# float32 in the precision that the user allows for matmuls: TF32 has float16's mantissa.
+_REDUCED = {"tf32": TOLERANCE[torch.float16], "bf16": TOLERANCE[torch.bfloat16]}
 
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
@@ -36,7 +40,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
     """Equal shape and dtype, equal non-finite places, and a relative norm of the difference within
-    the dtype's bound.
+    the bound of the dtype, and of the precision allowed for float32 matmuls.
 
     Integers and bools must be equal.
     """
@@ -50,8 +54,14 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
     if not bool(((a == b) | (a.isnan() & b.isnan()) | finite).all()):
         return False
     difference = torch.linalg.vector_norm((a - b)[finite])
-    bound = TOLERANCE.get(ours.dtype, _LOOSEST)
-    return bool(difference <= bound * torch.linalg.vector_norm(b[finite]) + 1e-12)
+    return bool(difference <= _bound(ours) * torch.linalg.vector_norm(b[finite]) + 1e-12)
+
+
+def _bound(tensor: Tensor) -> float:
+    bound = TOLERANCE.get(tensor.dtype, _LOOSEST)
+    if bound != TOLERANCE[torch.float32]:
+        return bound
+    return _REDUCED.get(matmul_precision(tensor.device), bound)
 
 
 def all_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:

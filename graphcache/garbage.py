@@ -23,6 +23,12 @@ FAINT = 1e-3
 EXTREMES = (math.nan, math.inf, -math.inf)  # NaN alone passes every comparison unseen
 
 
+def uniform(shape: Sequence[int], seed: int = 0) -> Tensor:
+    """The same numbers in [0, 1) on every device, whatever the default device is."""
+    source = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.rand(shape, generator=source, device="cpu")
+
+
 def garbage(scale: float) -> Garbage:
     """Finite values of one sign for floats; for integers and bools one real row, another one for
     the other sign. Seeded.
@@ -32,8 +38,7 @@ def garbage(scale: float) -> Garbage:
     """
 
     def make(real: Tensor, tail: Tensor, axis: int) -> Tensor:
-        source = torch.Generator(device="cpu").manual_seed(int(abs(scale)))
-        noise = torch.rand(tail.shape, generator=source).to(tail.device)
+        noise = uniform(tail.shape, int(abs(scale))).to(tail.device)
         if not (real.is_floating_point() or real.is_complex()):
             return _row(real, axis, scale > 0, noise)
         magnitude = real.abs().nan_to_num(0.0, 0.0, 0.0).amax().float()
@@ -134,8 +139,7 @@ def varied(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
     """
     rows = placed(leaf, spec, sizes)
     if rows.is_floating_point() or rows.is_complex():
-        source = torch.Generator(device="cpu").manual_seed(0)
-        rows *= (2 * torch.rand(rows.shape, generator=source) - 1).to(rows.device, rows.dtype)
+        rows *= (2 * uniform(rows.shape) - 1).to(rows.device, rows.dtype)
     return rows
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from graphcache.garbage import uniform
 from graphcache.storages import storage_bytes, storage_id
 
 Substitutes = dict[int, Tensor]
@@ -52,7 +53,6 @@ def _mute(parameter: Tensor) -> bool:
 
 def _telling(parameter: Tensor) -> Tensor:
     """Around the value that it has, or around 1 for zeros; a scalar without its sign."""
-    source = torch.Generator(device="cpu").manual_seed(0)
-    noise = (0.5 + torch.rand(parameter.shape, generator=source)).to(parameter.device)
+    noise = (0.5 + uniform(parameter.shape)).to(parameter.device)
     unit = parameter.flatten()[0].abs().float()
     return torch.where(unit > 0, unit, torch.ones_like(unit)) * noise

@@ -239,6 +239,12 @@ def _getters(names: Sequence[str]) -> list[Callable[[], Any]]:
     return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
 
 
+def matmul_precision(device: torch.device) -> str:
+    """How float32 matmuls compute on a device: "ieee" or "none" in full, "tf32" or "bf16" not."""
+    backend = _FP32_BACKEND.get(device.type, "generic")
+    return str(torch._C._get_fp32_precision_getter(backend, "matmul"))
+
+
 def numbering() -> Callable[[Hashable], int]:
     """Numbers values, equal ones alike; the last 256 of them are remembered."""
     numbers = itertools.count()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from graphcache import compare
 from graphcache.compare import TOLERANCE, all_close, all_same, close, same_bits
 
 
@@ -48,6 +49,15 @@ class TestNorms:
         wide = x.to(torch.complex128 if dtype.is_complex else torch.float64)
         assert close((wide * (1 + bound / 4)).to(dtype), x)
         assert not close((wide * (1 + bound * 4)).to(dtype), x)
+
+    @pytest.mark.parametrize("precision, bound", [("tf32", 1e-2), ("bf16", 3e-2), ("ieee", 1e-3)])
+    def test_float32_is_as_exact_as_matmuls_are_allowed_to_be(self, precision, bound, monkeypatch):
+        """Other dtypes are not loosened."""
+        monkeypatch.setattr(compare, "matmul_precision", lambda device: precision)
+        x = torch.randn(1000)
+        assert close(x * (1 + bound / 4), x)
+        assert not close(x * (1 + bound * 4), x)
+        assert not close(x.double() * (1 + 1e-5), x.double())
 
     def test_a_wrong_element_among_many_is_found_where_it_is_large(self):
         """One row off by its own size."""

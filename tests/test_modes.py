@@ -96,6 +96,7 @@ MODES = {
     "math attention": lambda device: sdpa_kernel(SDPBackend.MATH),
     "default device": lambda device: torch.device(device),
     "default device set": lambda device: setting(torch.set_default_device, device, None),
+    "another default device": lambda device: torch.device("meta"),
     "anomaly": lambda device: torch.autograd.set_detect_anomaly(True),
     "saved tensors": lambda device: torch.autograd.graph.save_on_cpu(),
 }

@@ -96,7 +96,6 @@ def work(request, by_pool):
     return by_thread if request.param == "thread" else by_pool
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # a thread's first call
 @pytest.mark.parametrize("buckets", [[8], None])
 def test_work_in_another_thread_is_no_part_of_a_graph(work, buckets, device):
     """It would be missing in every replay."""
