@@ -231,6 +231,7 @@ _CONTEXT: tuple[Callable[[], Any], ...] = (
     functools.partial(getattr, forward_ad, "_current_level"),
 )
 _SCOPES = (torch._C._is_any_autocast_enabled, torch._C._len_torch_function_stack)
+_TF32_FLAGS = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32")
 _FP32_BACKEND = {"cuda": "cuda", "cpu": "mkldnn"}
 _FP32_OPS = ("matmul", "conv", "rnn")
 
@@ -239,10 +240,23 @@ def _getters(names: Sequence[str]) -> list[Callable[[], Any]]:
     return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
 
 
+def _precision(device_type: str, operation: str) -> Callable[[], str]:
+    """Reads how float32 is computed: "ieee" or "none" in full, "tf32" or "bf16" not."""
+    backend = _FP32_BACKEND.get(device_type, "generic")
+    return functools.partial(torch._C._get_fp32_precision_getter, backend, operation)
+
+
 def matmul_precision(device: torch.device) -> str:
-    """How float32 matmuls compute on a device: "ieee" or "none" in full, "tf32" or "bf16" not."""
-    backend = _FP32_BACKEND.get(device.type, "generic")
-    return str(torch._C._get_fp32_precision_getter(backend, "matmul"))
+    """How float32 matmuls are computed on a device at present, as `_precision` says it."""
+    return _precision(device.type, "matmul")()
+
+
+def _stream_number(device: torch.device) -> Callable[[], int]:
+    """Reads the current stream's number; that of the default stream is 0."""
+    if device.type != "cuda":
+        return int
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return functools.partial(torch._C._cuda_getCurrentRawStream, index)
 
 
 def numbering() -> Callable[[Hashable], int]:
@@ -258,18 +272,19 @@ class Modes:
 
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
-        precision = torch._C._get_fp32_precision_getter
-        backend = _FP32_BACKEND.get(device.type, "generic")
-        self._kernels: list[Callable[[], Any]] = [
-            *_getters(_KERNEL_FLAGS),
-            *(functools.partial(precision, backend, what) for what in _FP32_OPS),
+        flags = _getters(_KERNEL_FLAGS)
+        context: list[Callable[[], Any]] = [*_CONTEXT, *_SCOPES, _stream_number(device)]
+        precision: list[Callable[[], Any]] = [
+            _precision(device.type, operation) for operation in _FP32_OPS
         ]
-        self._stream: Callable[[], int] = int  # the number of the default stream, 0
+        older: list[Callable[[], Any]] = []
         if device.type == "cuda":
-            self._kernels += _getters(_CUDA_KERNEL_FLAGS)
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
-        self._all = [*self._kernels, *_CONTEXT, *_SCOPES, self._stream]
+            flags += _getters(_CUDA_KERNEL_FLAGS)
+            older = _getters(_TF32_FLAGS)
+        self._kernels = [*flags, *precision]
+        self._exact = [*self._kernels, *context]
+        known = len(older) == len(_TF32_FLAGS)
+        self._all = [*flags, *older, *context] if known else self._exact
         self._numbered = numbering()
         self._plain: tuple[list[Any], int] = ([], -1)
         self._scoped_last: tuple[list[Any], int] = ([], -1)
@@ -280,9 +295,15 @@ class Modes:
 
     def everything(self) -> int:
         """A number for that and for what decides whether a graph may serve at all: grad, tracing,
-        capturing. To compare with the last answers costs less than to hash them.
+        capturing. To compare with the last answers costs less than to hash them, and to read
+        PyTorch's older flags for TF32 less than the newer settings; those flags refuse to answer
+        once a newer setting says what they cannot.
         """
-        flags = list(map(call, self._all))
+        try:
+            flags: list[Any] = list(map(call, self._all))
+        except RuntimeError:
+            self._all = self._exact
+            flags = list(map(call, self._all))
         plain, number = self._plain
         return number if flags == plain else self._number(flags)
 

@@ -50,7 +50,9 @@ class TestNorms:
         assert close((wide * (1 + bound / 4)).to(dtype), x)
         assert not close((wide * (1 + bound * 4)).to(dtype), x)
 
-    @pytest.mark.parametrize("precision, bound", [("tf32", 1e-2), ("bf16", 3e-2), ("ieee", 1e-3)])
+    @pytest.mark.parametrize(
+        ("precision", "bound"), [("tf32", 1e-2), ("bf16", 3e-2), ("ieee", 1e-3)]
+    )
     def test_float32_is_as_exact_as_matmuls_are_allowed_to_be(self, precision, bound, monkeypatch):
         """Other dtypes are not loosened."""
         monkeypatch.setattr(compare, "matmul_precision", lambda device: precision)

@@ -555,6 +555,32 @@ def test_an_input_that_asks_for_gradients_gets_them_between_graphs(twin, device)
     assert twin.cache.stats().fallbacks == {"grad": 3}
 
 
+def test_precision_by_older_and_newer_settings_in_turn(device):
+    """Bit for bit, though the older flags refuse to answer while a newer setting says more."""
+    net = nn.Linear(512, 512, bias=False).to(device).requires_grad_(False)
+    cache = GraphCache(net, [64])
+    x = torch.randn(64, 512, device=device)
+    matmul = (torch.backends.cuda if device == "cuda" else torch.backends.mkldnn).matmul
+    changes = (
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+        lambda: setattr(matmul, "fp32_precision", "tf32"),
+        lambda: setattr(matmul, "fp32_precision", "ieee"),
+    )
+    seen = set()
+    try:
+        for change in (*changes, *changes):
+            change()
+            result = net(x)
+            seen.add(result.sum().item())
+            for _ in range(2):
+                assert_same(cache(x), result)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert cache.stats().eager == 0
+    assert device == "cpu" or len(seen) == 2
+
+
 def test_a_warmup_in_a_mode_serves_that_mode(twin, device):
     """Sealed: the mode's calls replay, those of another run eagerly."""
     with autocast(device, torch.bfloat16):
