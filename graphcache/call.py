@@ -91,7 +91,7 @@ class Call:
 
 
 class Reading:
-    """A call under named dims: its sizes, and its signature on a device.
+    """A call under named dims: its sizes, and its signature under the modes of a device.
 
     Raises:
         Fallback: `unsupported-input` when tensors disagree about a dim or none has it, `device` for
@@ -103,7 +103,7 @@ class Reading:
         call: Call,
         dims: DynamicDims,
         follows: Mapping[str, bool],
-        device: torch.device,
+        modes: Modes,
         exact: bool,
         state: int,
     ) -> None:
@@ -120,8 +120,8 @@ class Reading:
             axes = [self._checked(path, entries, dims) for path, entries in named]
         self.dims = dims.names if self._named else tuple(map(str, range(sum(map(len, axes)))))
         self.sizes = self._sizes(axes)
-        inputs = tuple(self._input(i, axes[i], device) for i in range(len(axes)))
-        self.signature = Signature(inputs, call.arguments, Modes(device).kernels(), state)
+        inputs = tuple(self._input(i, axes[i], modes.device) for i in range(len(axes)))
+        self.signature = Signature(inputs, call.arguments, modes.kernels(), state)
 
     def _every_axis(self) -> list[list[tuple[int, int]]]:
         """Exact sizes without named dims: each axis of each tensor is a dim of its own."""

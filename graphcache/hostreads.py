@@ -122,6 +122,11 @@ class _StandIn:
         setattr(self._owner, self._name, self._function)
 
     def remove(self) -> None:
+        """Unless somebody replaced it meanwhile, as torch does when it first imports Dynamo: theirs
+        stays, around a stand-in that listens to nobody.
+        """
+        if vars(self._owner).get(self._name) is not self._function:
+            return
         if self._own:
             setattr(self._owner, self._name, self._original)
         else:

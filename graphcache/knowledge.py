@@ -23,7 +23,7 @@ from graphcache.preflight import plain_modes
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 from graphcache.settings import Settings
-from graphcache.signature import Signature
+from graphcache.signature import Modes, Signature
 from graphcache.watch import Watch
 
 T = TypeVar("T")
@@ -52,9 +52,9 @@ class Knowledge:
         self._examples: LRUCache[Signature, Call] = LRUCache(self._signatures)
         self._follows: dict[str, bool] = {}
 
-    def attach(self, backend: Backend, learner: Learner) -> None:
+    def attach(self, backend: Backend, modes: Modes, learner: Learner) -> None:
         """Learn by these from now on."""
-        self._backend = backend
+        self._backend, self._modes = backend, modes
         self._learner = learner
 
     def read(self, call: Call, follows: Mapping[str, bool] | None = None) -> Reading:
@@ -65,7 +65,7 @@ class Knowledge:
         """
         follows = {**self._follows, **(follows or {})}
         state = self._watch.state
-        return Reading(call, self._dims, follows, self._backend.device, self._exact, state)
+        return Reading(call, self._dims, follows, self._modes, self._exact, state)
 
     def of(self, reading: Reading, admit: Callable[[Signature], None]) -> tuple[Reading, Facts]:
         """The facts of a call, learned now if its signature is new.

@@ -318,7 +318,7 @@ class MissPath:
             self.modes = Modes(self._backend.device)
             trusting, fill = self.knowledge.trusting, self._settings.fill
             learner = Learner(self.target, self._module, self._backend, fill, trusting)
-            self.knowledge.attach(self._backend, learner)
+            self.knowledge.attach(self._backend, self.modes, learner)
             self.store.attach(self._backend, Capturer(learner, self._module, self._backend))
         if self._backend.device.type == "cuda":
             refuse_capturing()

@@ -259,6 +259,14 @@ def _stream_number(device: torch.device) -> Callable[[], int]:
     return functools.partial(torch._C._cuda_getCurrentRawStream, index)
 
 
+def _order_attention(device: torch.device) -> None:
+    """Have PyTorch order its attention backends for this GPU. It does so at the first use, which
+    would be a setting changed by the first call.
+    """
+    query = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
+    torch._fused_sdp_choice(query, query, query)
+
+
 def numbering() -> Callable[[Hashable], int]:
     """Numbers values, equal ones alike; the last 256 of them are remembered."""
     numbers = itertools.count()
@@ -271,7 +279,7 @@ class Modes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device_type = device.type
+        self.device = device
         flags = _getters(_KERNEL_FLAGS)
         context: list[Callable[[], Any]] = [*_CONTEXT, *_SCOPES, _stream_number(device)]
         precision: list[Callable[[], Any]] = [
@@ -281,6 +289,7 @@ class Modes:
         if device.type == "cuda":
             flags += _getters(_CUDA_KERNEL_FLAGS)
             older = _getters(_TF32_FLAGS)
+            _order_attention(device)
         self._kernels = [*flags, *precision]
         self._exact = [*self._kernels, *context]
         known = len(older) == len(_TF32_FLAGS)
@@ -326,8 +335,8 @@ class Modes:
     def _scoped(self) -> list[Any]:
         """The settings of a `with`: autocast, and `torch.device("...")`, a function mode."""
         found: list[Any] = []
-        if torch.is_autocast_enabled(self._device_type):
-            found.append(torch.get_autocast_dtype(self._device_type))
+        if torch.is_autocast_enabled(self.device.type):
+            found.append(torch.get_autocast_dtype(self.device.type))
         if torch._C._len_torch_function_stack():
             stack = _get_current_function_mode_stack()
             found += (torch.get_default_device(), *map(type, stack))

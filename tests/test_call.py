@@ -7,6 +7,7 @@ from graphcache.call import Binder, Call, Reading, differences
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
 from graphcache.reasons import Reason
+from graphcache.signature import Modes
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def read(args, kwargs=None, shapes=None, follows=None, exact=False, target=forwa
     binder = Binder(target)
     dims = DynamicDims(shapes, binder.parameters, binder.open_ended)
     call = Call(binder, args, kwargs or {})
-    return Reading(call, dims, follows or {}, CPU, exact, state)
+    return Reading(call, dims, follows or {}, Modes(CPU), exact, state)
 
 
 X, M = torch.ones(3, 4), torch.zeros(3)

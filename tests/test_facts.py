@@ -12,6 +12,7 @@ from graphcache.graphs.recorded import RecordedBackend
 from graphcache.padding import OutputAxis
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
+from graphcache.signature import Modes
 
 CPU = torch.device("cpu")
 
@@ -20,7 +21,7 @@ def learn(function, *args):
     """A learner for a function, and its reading of a call."""
     binder = Binder(function)
     reading = Reading(
-        Call(binder, args, {}), DynamicDims(None, binder.parameters), {}, CPU, False, 0
+        Call(binder, args, {}), DynamicDims(None, binder.parameters), {}, Modes(CPU), False, 0
     )
     return Learner(function, None, RecordedBackend(), {}, False), reading
 

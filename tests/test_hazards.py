@@ -143,6 +143,20 @@ def test_a_tensor_made_on_the_host_for_the_device_is_a_host_copy(factory):
     assert found == [(Reason.HOST_COPY, f"torch.{factory}(..., device='cuda')")]
 
 
+def test_what_replaced_a_stand_in_meanwhile_stays(monkeypatch):
+    """As when torch imports Dynamo within a trial; it is heard in the next trial as well."""
+    monkeypatch.setattr(torch, "manual_seed", torch.manual_seed)
+    with noticing_host_reads(lambda *hazard: None):
+        inner = torch.manual_seed
+        torch.manual_seed = replacing = lambda seed: inner(seed)
+    assert torch.manual_seed is replacing
+    found = []
+    with noticing_host_reads(lambda *hazard: found.append(hazard)):
+        torch.manual_seed(0)
+    assert torch.manual_seed is replacing
+    assert found
+
+
 def test_the_stand_ins_are_gone_after_the_run_and_act_in_one_thread_only():
     """Methods are what they were, and another thread's reads are its own business."""
     before = {name: getattr(torch.Tensor, name) for name in ("tolist", "to", "__repr__", "numpy")}

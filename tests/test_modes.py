@@ -11,9 +11,12 @@ import functools
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
+import torch._dynamo  # replaces torch.manual_seed when it is first imported
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -579,6 +582,33 @@ def test_precision_by_older_and_newer_settings_in_turn(device):
         torch.set_float32_matmul_precision("highest")
     assert cache.stats().eager == 0
     assert device == "cpu" or len(seen) == 2
+
+
+FIRST_ATTENTION = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+from graphcache import GraphCache
+
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(attend(x, x, x))
+
+cache = GraphCache(Net(8, 8).cuda().requires_grad_(False), [4])
+for _ in range(3):
+    cache(torch.randn(3, 2, 5, 8, device="cuda"))
+print(cache.stats().captures)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_first_attention_of_a_process_changes_no_key():
+    """PyTorch orders its attention backends then, which is a setting as well."""
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST_ATTENTION], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "1\n"
 
 
 def test_a_warmup_in_a_mode_serves_that_mode(twin, device):

@@ -313,7 +313,7 @@ def signature(x, mask=None, k=1.0, state=0):
     shapes = {"x": {0: "batch", 1: "seq"}, "mask": {0: "batch"}}
     dims = DynamicDims(shapes, binder.parameters)
     args = (x,) if mask is None else (x, mask)
-    return Reading(Call(binder, args, {"k": k}), dims, {}, CPU, False, state).signature
+    return Reading(Call(binder, args, {"k": k}), dims, {}, Modes(CPU), False, state).signature
 
 
 sizes = st.integers(1, 4)
@@ -360,7 +360,7 @@ class TestSignature:
         dims = DynamicDims(None, binder.parameters)
         x, mask = torch.ones(3, 2), torch.ones(3)
         readings = [
-            Reading(Call(binder, args, kwargs), dims, {}, CPU, False, 0).signature
+            Reading(Call(binder, args, kwargs), dims, {}, Modes(CPU), False, 0).signature
             for args, kwargs in (
                 ((x, mask), {}),
                 ((x,), {"mask": mask}),

@@ -15,6 +15,7 @@ from graphcache.facts import Facts
 from graphcache.padding import OutputAxis
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
+from graphcache.signature import Modes
 from graphcache.splitting import SplitPlan
 
 SHAPES = {"x": {1: "batch"}, "y": {0: "batch"}}
@@ -24,7 +25,7 @@ def split_plan(pieces, x, y, table, axes):
     binder = Binder(lambda x, table, y: None)
     dims = DynamicDims(SHAPES, binder.parameters)
     call = Call(binder, (), {"y": y, "table": table, "x": x})
-    reading = Reading(call, dims, {}, torch.device("cpu"), False, 0)
+    reading = Reading(call, dims, {}, Modes(torch.device("cpu")), False, 0)
     facts = Facts(dims=(DimFacts(True, axes=axes, independent=True),))
     return SplitPlan(reading, facts, 0, pieces), call.leaves
 
