@@ -481,13 +481,34 @@ def test_resnet50_is_never_refused(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_bert_encoder_with_ragged_masks_is_never_refused(dtype: torch.dtype):
+def test_a_vit_is_never_refused(dtype: torch.dtype):
+    """ViT-Base at 224 x 224 pixels."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    module = transformers.ViTModel(transformers.ViTConfig()).cuda().eval().to(dtype)
+    cache = GraphCache(module, buckets=[2, 4, 8])
+    with torch.inference_mode():
+        for n in (1, 2, 3, 5, 8, 11):
+            x = torch.randn(n, 3, 224, 224, device="cuda", dtype=dtype)
+            assert close(cache(x).last_hidden_state, module(x).last_hidden_state), n
+    assert cache.stats().eager == 0
+
+
+# Hidden size, layers, heads, intermediate size.
+ENCODERS = {"MiniLM": (384, 6, 12, 1536), "BERT": (768, 12, 12, 3072)}
+
+
+@pytest.mark.parametrize("form", ENCODERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_encoder_with_ragged_masks_is_never_refused(form: str, dtype: torch.dtype):
     """Both dims padded, masks ragged: served by graphs throughout, within the dtype's norm."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
+    hidden, layers, heads, intermediate = ENCODERS[form]
     config = transformers.BertConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
-    )
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=intermediate,
+    )  # fmt: skip
     net = transformers.BertModel(config, add_pooling_layer=False).cuda().eval().to(dtype)
 
     def encode(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
