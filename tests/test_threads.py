@@ -41,6 +41,11 @@ def in_threads(work: Callable[[int], None], count: int = THREADS) -> None:
         raise errors[0]
 
 
+def rows(n: int, device: str) -> Tensor:
+    """Drawn on the host, since draws of other threads on the GPU fail while one captures."""
+    return torch.randn(n, 4).to(device)
+
+
 def net(device: str) -> nn.Module:
     return BY_NAME["mlp"].build(device)
 
@@ -72,7 +77,7 @@ def test_threads_that_split_and_evict_share_one_cache(device: str) -> None:
 
     def work(i: int) -> None:
         for step in range(CALLS):
-            x = torch.randn(1 + (i * 5 + step) % 10, 4, device=device)
+            x = rows(1 + (i * 5 + step) % 10, device)
             assert_same(cache(x), module(x))
 
     in_threads(work)
@@ -88,13 +93,11 @@ def test_two_caches_in_two_threads(device: str, shared: bool) -> None:
     modules.append(modules[0] if shared else copy.deepcopy(modules[0]))
     caches = [GraphCache(module, [2, 4, 8], max_graphs=2) for module in modules]
 
-    inputs = [torch.randn(9, 4, device=device) for _ in caches]
+    inputs = [rows(9, device) for _ in caches]
 
     def work(i: int) -> None:
         for step in range(2 * CALLS):
-            x = (
-                inputs[i][: 1 + step % 9] + step
-            )  # no draws: those of other threads fail in a capture
+            x = inputs[i][: 1 + step % 9] + step
             assert_same(caches[i](x), modules[i](x))
             if step % 10 == 9:
                 caches[i].invalidate()
@@ -136,7 +139,7 @@ def test_errors_in_one_thread_do_not_reach_another(device: str) -> None:
     module = net(device)
     cache = GraphCache(module, [2, 4, 8])
 
-    wrong, right = torch.randn(3, 5, device=device), torch.randn(8, 4, device=device)
+    wrong, right = torch.randn(3, 5, device=device), rows(8, device)
 
     def work(i: int) -> None:
         for step in range(CALLS):  # no draws, which another thread's capture would stop
@@ -160,7 +163,7 @@ def test_modes_are_those_of_each_thread(device: str) -> None:
 
     def work(i: int) -> None:
         for _ in range(CALLS):
-            x = torch.randn(3, 4, device=device)
+            x = rows(3, device)
             with (
                 torch.set_grad_enabled(i % 3 == 0),
                 torch.autocast(device, torch.bfloat16, enabled=i % 3 == 1),
@@ -178,7 +181,7 @@ def test_warmup_stats_explain_and_reset_run_beside_calls(device: str) -> None:
     """Every method takes the lock."""
     module = net(device)
     cache = GraphCache(module, [2, 4, 8])
-    sample = torch.randn(2, 4, device=device)
+    sample = rows(2, device)
 
     def methods() -> None:
         cache.warmup(sample=sample, progress=False)
@@ -194,7 +197,7 @@ def test_warmup_stats_explain_and_reset_run_beside_calls(device: str) -> None:
             if i == 0:
                 methods()
             else:
-                x = torch.randn(1 + step % 8, 4, device=device)
+                x = rows(1 + step % 8, device)
                 assert_same(cache(x), module(x))
 
     in_threads(work)
@@ -215,7 +218,7 @@ def test_state_written_by_a_graph_is_written_once_a_call_from_any_thread(device:
 
     def work(i: int) -> None:
         for _ in range(CALLS):
-            cache(torch.randn(3, 4, device=device))
+            cache(rows(3, device))
 
     in_threads(work)
     assert int(cache.module.seen) == THREADS * CALLS
@@ -231,7 +234,7 @@ def test_weights_loaded_in_place_between_the_calls_of_threads(device: str) -> No
             module.load_state_dict({k: torch.randn_like(v) for k, v in module.state_dict().items()})
 
             def work(i: int) -> None:
-                x = torch.randn(1 + i, 4, device=device)
+                x = rows(1 + i, device)
                 for _ in range(5):
                     assert_same(cache(x), module(x))
 
@@ -247,7 +250,7 @@ def test_strict_mode_raises_in_the_thread_that_called(device: str) -> None:
     cache = GraphCache(Reads().to(device), [4], on_fallback="raise")
 
     def work(i: int) -> None:
-        x = torch.randn(3, 4, device=device)
+        x = rows(3, device)
         for _ in range(CALLS):
             if i % 2:
                 with pytest.raises(GraphCacheError, match="host-sync"):
