@@ -15,9 +15,10 @@ from torch import Tensor
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
 from graphcache.garbage import counted_down
+from graphcache.modes import Modes
 from graphcache.padding import allocate, fit
 from graphcache.reasons import Reason
-from graphcache.signature import Input, Modes, Node, Signature, Spec, dim_order, flatten, unflatten
+from graphcache.signature import Input, Node, Signature, Spec, dim_order, flatten, unflatten
 
 
 class Binder:

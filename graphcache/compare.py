@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphcache.signature import matmul_precision
+from graphcache.modes import matmul_precision
 
 TOLERANCE = {
     torch.float64: 1e-6,

@@ -19,11 +19,12 @@ from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback, Finding
 from graphcache.facts import Facts, Learner
 from graphcache.graphs import CAPTURE_LOCK, Backend
+from graphcache.modes import Modes
 from graphcache.preflight import plain_modes
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 from graphcache.settings import Settings
-from graphcache.signature import Modes, Signature
+from graphcache.signature import Signature
 from graphcache.watch import Watch
 
 T = TypeVar("T")

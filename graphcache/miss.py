@@ -25,12 +25,13 @@ from graphcache.explain import Explanation, ProbeReport
 from graphcache.facts import Facts, Learner
 from graphcache.graphs import Backend, backend_for
 from graphcache.knowledge import Knowledge
+from graphcache.modes import Modes
 from graphcache.padding import head
 from graphcache.preflight import plain_modes
 from graphcache.reasons import Reason
 from graphcache.route import Route, choose_route, refuse_empty
 from graphcache.settings import Settings
-from graphcache.signature import Modes, Signature
+from graphcache.signature import Signature
 from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger
 from graphcache.store import GraphStore

@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from operator import call
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree
 
 from graphcache.errors import Fallback
@@ -200,151 +195,6 @@ def _form(leaf: Tensor) -> tuple[Any, ...]:
     if leaf.layout is not torch.strided:
         raise Fallback(Reason.UNSUPPORTED_INPUT, f"a tensor of layout {leaf.layout}")
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-
-
-# Process-wide settings that choose kernels. A graph keeps the kernels of its capture, so they are
-# part of the key.
-_KERNEL_FLAGS = (
-    "get_default_dtype",
-    "_get_deterministic_algorithms",
-    "_get_flash_sdp_enabled",
-    "_get_mem_efficient_sdp_enabled",
-    "_get_math_sdp_enabled",
-    "_get_sdp_priority_order",
-)
-_CUDA_KERNEL_FLAGS = (
-    "_get_cudnn_enabled",
-    "_get_cudnn_benchmark",
-    "_get_cudnn_deterministic",
-    "_get_cudnn_sdp_enabled",
-    "_get_cublas_allow_fp16_accumulation",
-    "_get_cublas_allow_fp16_reduced_precision_reduction",
-    "_get_cublas_allow_bf16_reduced_precision_reduction",
-)
-# Where any of these is not at rest a call runs eagerly (see `tracing`), so no plan is found under
-# its key.
-_CONTEXT: tuple[Callable[[], Any], ...] = (
-    torch.is_grad_enabled,
-    torch._C._len_torch_dispatch_stack,
-    torch._C._is_tracing,
-    torch._C._functorch.peek_interpreter_stack,
-    functools.partial(getattr, forward_ad, "_current_level"),
-)
-_SCOPES = (torch._C._is_any_autocast_enabled, torch._C._len_torch_function_stack)
-_TF32_FLAGS = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32")
-_FP32_BACKEND = {"cuda": "cuda", "cpu": "mkldnn"}
-_FP32_OPS = ("matmul", "conv", "rnn")
-
-
-def _getters(names: Sequence[str]) -> list[Callable[[], Any]]:
-    return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
-
-
-def _precision(device_type: str, operation: str) -> Callable[[], str]:
-    """Reads how float32 is computed: "ieee" or "none" in full, "tf32" or "bf16" not."""
-    backend = _FP32_BACKEND.get(device_type, "generic")
-    return functools.partial(torch._C._get_fp32_precision_getter, backend, operation)
-
-
-def matmul_precision(device: torch.device) -> str:
-    """How float32 matmuls are computed on a device at present, as `_precision` says it."""
-    return _precision(device.type, "matmul")()
-
-
-def _stream_number(device: torch.device) -> Callable[[], int]:
-    """Reads the current stream's number; that of the default stream is 0."""
-    if device.type != "cuda":
-        return int
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return functools.partial(torch._C._cuda_getCurrentRawStream, index)
-
-
-def _order_attention(device: torch.device) -> None:
-    """Have PyTorch order its attention backends for this GPU. It does so at the first use, which
-    would be a setting changed by the first call.
-    """
-    query = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
-    torch._fused_sdp_choice(query, query, query)
-
-
-def numbering() -> Callable[[Hashable], int]:
-    """Numbers values, equal ones alike; the last 256 of them are remembered."""
-    numbers = itertools.count()
-    return functools.lru_cache(256)(lambda _: next(numbers))
-
-
-class Modes:
-    """Reads the settings of the thread and of the process that a call runs under, for one device.
-    The hit path reads them at each call.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        flags = _getters(_KERNEL_FLAGS)
-        context: list[Callable[[], Any]] = [*_CONTEXT, *_SCOPES, _stream_number(device)]
-        precision: list[Callable[[], Any]] = [
-            _precision(device.type, operation) for operation in _FP32_OPS
-        ]
-        older: list[Callable[[], Any]] = []
-        if device.type == "cuda":
-            flags += _getters(_CUDA_KERNEL_FLAGS)
-            older = _getters(_TF32_FLAGS)
-            _order_attention(device)
-        self._kernels = [*flags, *precision]
-        self._exact = [*self._kernels, *context]
-        known = len(older) == len(_TF32_FLAGS)
-        self._all = [*flags, *older, *context] if known else self._exact
-        self._numbered = numbering()
-        self._plain: tuple[list[Any], int] = ([], -1)
-        self._scoped_last: tuple[list[Any], int] = ([], -1)
-
-    def kernels(self) -> tuple[Any, ...]:
-        """What chooses kernels: part of every signature."""
-        return _frozen([*map(call, self._kernels), *self._scoped()])
-
-    def everything(self) -> int:
-        """A number for that and for what decides whether a graph may serve at all: grad, tracing,
-        capturing. To compare with the last answers costs less than to hash them, and to read
-        PyTorch's older flags for TF32 less than the newer settings; those flags refuse to answer
-        once a newer setting says what they cannot.
-        """
-        try:
-            flags: list[Any] = list(map(call, self._all))
-        except RuntimeError:
-            self._all = self._exact
-            flags = list(map(call, self._all))
-        plain, number = self._plain
-        return number if flags == plain else self._number(flags)
-
-    def _number(self, flags: list[Any]) -> int:
-        """The same for flags other than the last plain ones. Streams share plans, so their numbers
-        are left out; the default stream cannot be captured, so there the driver is not asked.
-        """
-        *rest, autocast, functions, stream = flags
-        rest += [autocast, functions]
-        if not (autocast or functions or stream):
-            self._plain = flags, self._numbered(_frozen(rest))
-            return self._plain[1]
-        rest += self._scoped()
-        if stream and torch._C._cuda_isCurrentStreamCapturing():
-            rest.append("capturing")
-        if rest != self._scoped_last[0]:
-            self._scoped_last = rest, self._numbered(_frozen(rest))
-        return self._scoped_last[1]
-
-    def _scoped(self) -> list[Any]:
-        """The settings of a `with`: autocast, and `torch.device("...")`, a function mode."""
-        found: list[Any] = []
-        if torch.is_autocast_enabled(self.device.type):
-            found.append(torch.get_autocast_dtype(self.device.type))
-        if torch._C._len_torch_function_stack():
-            stack = _get_current_function_mode_stack()
-            found += (torch.get_default_device(), *map(type, stack))
-        return found
-
-
-def _frozen(flags: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(flag) if isinstance(flag, list) else flag for flag in flags)
 
 
 class Input(NamedTuple):

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from graphcache.errors import Fallback
 from graphcache.holdings import Slots, caches, is_lazy
 from graphcache.hooks import GLOBAL_HOOKS, HOOKS, collectors, recorded
+from graphcache.modes import numbering
 from graphcache.reasons import Reason
-from graphcache.signature import TENSORS, flatten, numbering
+from graphcache.signature import TENSORS, flatten
 
 
 class Watch:

@@ -6,8 +6,8 @@ import torch
 from graphcache.call import Binder, Call, Reading, differences
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
+from graphcache.modes import Modes
 from graphcache.reasons import Reason
-from graphcache.signature import Modes
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from graphcache.call import Binder, Call, Reading
 from graphcache.dims import DynamicDims
 from graphcache.facts import Facts, Learner
 from graphcache.graphs.recorded import RecordedBackend
+from graphcache.modes import Modes
 from graphcache.padding import OutputAxis
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
-from graphcache.signature import Modes
 
 CPU = torch.device("cpu")
 

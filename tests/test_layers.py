@@ -13,8 +13,9 @@ ORDER = [
     "knowledge", "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial",
     "callplan", "cache", "graphs", "preflight", "otherweights", "generators", "watch", "compiled",
     "attributes", "holdings", "hooks", "call", "garbage", "dims", "shadow", "settings", "report",
-    "tracing", "padding", "hazards", "bounds", "hostreads", "storages", "compare", "signature",
-    "delegate", "planning", "buckets", "stats", "errors", "frames", "trials", "reasons", "version",
+    "tracing", "padding", "hazards", "bounds", "hostreads", "storages", "compare", "modes",
+    "signature", "delegate", "planning", "buckets", "stats", "errors", "frames", "trials",
+    "reasons", "version",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import Twin, assert_same
 
 from graphcache import GraphCache
+from graphcache.modes import Modes
 
 SIZES = (3, 8, 11, 3)  # padded, exact, split, and padded once more
 
@@ -631,3 +632,51 @@ def test_a_decorated_function_in_and_out_of_inference_mode(twin, device):
     for decorate in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
         decorate(serve)()
     assert (twin.cache.stats().captures, twin.cache.stats().eager) == (2, 0)
+
+
+ATTENTION = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.OVERRIDEABLE,
+]
+
+
+def modes():
+    return Modes(torch.device("cpu")).kernels()
+
+
+class TestKey:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+            lambda: torch.device("meta"),
+            lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
+            lambda: setting(torch.use_deterministic_algorithms, True, False),
+            lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
+            lambda: sdpa_kernel(SDPBackend.MATH),
+            lambda: sdpa_kernel([SDPBackend.MATH, *ATTENTION], set_priority=True),
+            lambda: setting(
+                functools.partial(setattr, torch.backends.mkldnn.rnn, "fp32_precision"),
+                "tf32",
+                "ieee",
+            ),
+        ],
+    )
+    def test_settings_that_choose_kernels_are_part_of_the_key(self, change):
+        """Autocast, default device and dtype, deterministic and matmul-precision settings."""
+        with change():  # some settings are put back by another name of the same
+            pass
+        before = modes()
+        with change():
+            assert modes() != before
+        assert modes() == before
+
+    def test_autocast_to_another_dtype_is_another_mode(self):
+        """fp16 and bf16 autocast take different graphs."""
+        found = set()
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype):
+                found.add(modes())
+        assert len(found) == 2

@@ -6,35 +6,22 @@ import enum
 import itertools
 import math
 import warnings
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import SDPBackend
 
 from graphcache import GraphCache
 from graphcache.call import Binder, Call, Reading
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
+from graphcache.modes import Modes
 from graphcache.reasons import Reason
-from graphcache.signature import LEAF, Input, Modes, call_key, dim_order, flatten, unflatten
+from graphcache.signature import LEAF, Input, call_key, dim_order, flatten, unflatten
 
 CPU = torch.device("cpu")
-
-
-ATTENTION = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.OVERRIDEABLE,
-]
-
-
-def modes():
-    return Modes(CPU).kernels()
 
 
 class Pair(NamedTuple):
@@ -368,55 +355,6 @@ class TestSignature:
             )
         ]
         assert readings[0] == readings[1] == readings[2]
-
-
-class TestModes:
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-            lambda: torch.device("meta"),
-            lambda: Set(torch.set_default_dtype, torch.float64, torch.float32),
-            lambda: Set(torch.use_deterministic_algorithms, True, False),
-            lambda: Set(torch.set_float32_matmul_precision, "medium", "highest"),
-            lambda: torch.nn.attention.sdpa_kernel(SDPBackend.MATH),
-            lambda: torch.nn.attention.sdpa_kernel(
-                [SDPBackend.MATH, *ATTENTION], set_priority=True
-            ),
-            lambda: Set(
-                partial(setattr, torch.backends.mkldnn.rnn, "fp32_precision"), "tf32", "ieee"
-            ),
-        ],
-    )
-    def test_settings_that_choose_kernels_are_part_of_the_key(self, change):
-        """Autocast, default device and dtype, deterministic and matmul-precision settings."""
-        changed = change()
-        before = modes()
-        with changed:
-            assert modes() != before
-        assert modes() == before
-
-    def test_autocast_to_another_dtype_is_another_mode(self):
-        """fp16 and bf16 autocast take different graphs."""
-        found = set()
-        for dtype in (torch.bfloat16, torch.float16):
-            with torch.autocast("cpu", dtype=dtype):
-                found.add(modes())
-        assert len(found) == 2
-
-
-class Set:
-    """A process-wide setting for the length of a with block."""
-
-    def __init__(self, setter, value, before):
-        self.setter, self.value, self.before = setter, value, before
-        setter(before)
-
-    def __enter__(self):
-        self.setter(self.value)
-
-    def __exit__(self, *exc):
-        self.setter(self.before)
 
 
 class TestLayout:

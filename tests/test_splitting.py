@@ -12,10 +12,10 @@ from graphcache.call import Binder, Call, Reading
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
 from graphcache.facts import Facts
+from graphcache.modes import Modes
 from graphcache.padding import OutputAxis
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
-from graphcache.signature import Modes
 from graphcache.splitting import SplitPlan
 
 SHAPES = {"x": {1: "batch"}, "y": {0: "batch"}}
