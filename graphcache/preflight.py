@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -208,6 +209,21 @@ class Observer(TorchDispatchMode):
         return left
 
 
+def _found_in(
+    results: list[tuple[Tensor, Origin]], seen: AbstractSet[int], attributes: Attributes
+) -> Iterator[Finding]:
+    """What the results themselves tell against a capture; `seen` are the storages that operations
+    touched.
+    """
+    known = seen | attributes.storages
+    if any(
+        origin.kind.startswith("state") and storage_id(out) not in known for out, origin in results
+    ):
+        yield Finding(Reason.OPAQUE_CODE, "a result comes from code that no trial run can see")
+    if any(out.requires_grad and origin.kind == "made" for out, origin in results):
+        yield Finding(Reason.GRAD, "forward turns gradients on by itself")
+
+
 def observe(
     run: Callable[[], Any],
     inputs: Sequence[Tensor],
@@ -242,6 +258,9 @@ def observe(
         written = observer.undo()
         changed = attributes.restore()
         generators.restore(observer.drew, observer.python_drew)
+    held = attributes.tensors | set(map(id, observer.reads.values()))
+    origins = _origins(outputs, inputs, observer, held)
+    results = list(zip(outputs, origins, strict=True))
     findings = observer.findings
     if elsewhere is not None:
         findings.append(Finding(Reason.GENERATOR, f"forward draws from {elsewhere}"))
@@ -249,23 +268,7 @@ def observe(
         findings.append(Finding(Reason.STATE_WRITTEN, f"forward changes {', '.join(changed)}"))
     if outputs and not observer.operations and device.type == "cpu":
         findings.append(Finding(Reason.OPAQUE_CODE, "forward issued no ATen operation"))
-    held = attributes.tensors | set(map(id, observer.reads.values()))
-    origins = _origins(outputs, inputs, observer, held)
-    known = observer.reads.keys() | observer.kept.keys() | attributes.storages
-    made_unseen = [
-        out
-        for out, origin in zip(outputs, origins, strict=True)
-        if origin.kind.startswith("state") and storage_id(out) not in known
-    ]
-    if made_unseen:
-        findings.append(
-            Finding(Reason.OPAQUE_CODE, "a result comes from code that no trial run can see")
-        )
-    if any(
-        out.requires_grad and origin.kind == "made"
-        for out, origin in zip(outputs, origins, strict=True)
-    ):
-        findings.append(Finding(Reason.GRAD, "forward turns gradients on by itself"))
+    findings += _found_in(results, observer.reads.keys() | observer.kept.keys(), attributes)
     return Observation(
         outputs=outputs,
         spec=spec,
