@@ -53,8 +53,9 @@ class Node(NamedTuple):
     def keys(self) -> Sequence[Any]:
         """What names each child: dict keys, field names, or positions."""
         names = self.context
-        if isinstance(names, tuple) and names[:1] in (("pytree",), ("dataclass",), ("typed",)):
-            names = names[1]
+        tagged = isinstance(names, tuple) and names[:1] in (("pytree",), ("dataclass",), ("typed",))
+        if tagged and not (self.kind is dict and all(type(name) is str for name in names)):
+            names = names[1]  # a dict of string keys has no tag, though a key may read like one
         fits = isinstance(names, tuple) and len(names) == len(self.children)
         return names if fits else range(len(self.children))
 

@@ -357,6 +357,17 @@ class TestSignature:
         assert readings[0] == readings[1] == readings[2]
 
 
+@pytest.mark.parametrize("name", ["typed", "pytree", "dataclass"])
+def test_names_that_read_like_a_tag_are_names(name):
+    """As a key of an argument and of a result."""
+    cache = GraphCache(lambda given: {name: given[name] * 2, "other": given[name] + 1}, [8])
+    x = torch.ones(3, 4)
+    result = cache({name: x})
+    assert list(result) == [name, "other"]
+    assert torch.equal(result[name], x * 2)
+    assert cache.stats().eager == 0
+
+
 class TestLayout:
     @pytest.mark.parametrize(
         ("tensor", "order"),
