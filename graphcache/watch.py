@@ -61,7 +61,7 @@ class Watch:
         self._tensors = [tensor for tensor in held if not is_lazy(tensor)]
         self.lazy = len(self._tensors) < len(held)
         self._contents = [(v, _contents(v)) for v in values if type(v) in _UNORDERED]
-        self._addresses = [(tensor, tensor.data_ptr()) for tensor in self._tensors]
+        self._laid = [(t, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in self._tensors]
         hooked = [*modules, *caches(self._module)]
         harmless = [vars(m)[kind] for m in hooked for kind in HOOKS if recorded(m, kind)]
         containers = [*slots.containers, *harmless]
@@ -92,7 +92,7 @@ class Watch:
         return self._numbered(fingerprint)
 
     def _note_move(self, modules: list[int]) -> None:
-        tensors = [(at, t.shape, t.stride(), t.dtype) for t, at in self._addresses]
+        tensors = [(t.is_conj(), t.is_neg(), *laid) for t, *laid in self._laid]
         layout = (modules, tensors)
         if self.lost or (self._layout is not None and layout != self._layout):
             self.moves += 1
@@ -121,7 +121,8 @@ class Watch:
         return weakref.ref(tensor.untyped_storage(), died)
 
     def same(self) -> bool:
-        """Whether everything is as at the last refresh: identities, addresses, and no hook added.
+        """Whether everything is as at the last refresh: identities, where and how tensors lie,
+        and no hook added.
 
         A few steps for each place; no synchronisation. (Plain loops: CPython 3.11 and later run
         them faster than `map` over the same lists.)
@@ -135,8 +136,13 @@ class Watch:
         for holder, length in self._lengths:
             if len(holder) != length:
                 return False
-        for tensor, address in self._addresses:
-            if tensor.data_ptr() != address:
+        for tensor, address, shape, stride, dtype in self._laid:
+            if (
+                tensor.data_ptr() != address
+                or tensor.shape != shape
+                or tensor.stride() != stride
+                or tensor.dtype is not dtype
+            ):
                 return False
         return not (
             self.lost

@@ -305,3 +305,21 @@ class TestScripted:
             module.train(mode)
             for _ in range(2):
                 torch.testing.assert_close(cache(x), module(x))
+
+
+VIEWS = {
+    "transposed": lambda w: setattr(w, "data", w.data.t()),
+    "in place": lambda w: w.t_(),
+    "fewer rows": lambda w: setattr(w, "data", w.data[:2]),
+}
+
+
+@pytest.mark.parametrize("how", VIEWS)
+def test_another_view_of_the_same_memory_is_noticed(how, device):
+    """The address alone does not tell."""
+    module = nn.Linear(4, 4, bias=False).to(device).requires_grad_(False)
+    cache = GraphCache(module, [8])
+    x = torch.randn(3, 4, device=device)
+    cache(x)
+    VIEWS[how](module.weight)
+    torch.testing.assert_close(cache(x), module(x))
