@@ -24,12 +24,12 @@ from graphcache import (
     miss,
     preflight,
     serving,
-    signature,
 )
 from graphcache.buckets import BucketSet
 from graphcache.callplan import CallPlan
 from graphcache.capture import Capturer
 from graphcache.facts import Facts, Learner
+from graphcache.modes import Modes
 from graphcache.probe import DimFacts, Probe
 from graphcache.serving import Server
 from graphcache.signature import Plain
@@ -363,7 +363,7 @@ def kinds_of_plain_values_not_in_the_key(patch: pytest.MonkeyPatch) -> None:
 
 
 def modes_not_in_the_key(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(signature.Modes, "kernels", lambda self: ())
+    patch.setattr(Modes, "kernels", lambda self: ())
 
 
 def grad_mode_not_asked(patch: pytest.MonkeyPatch) -> None:
