@@ -13,13 +13,17 @@ from operator import call
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 
-# What chooses kernels in the whole process.
+# What chooses kernels in the whole process. The guarded ones `GlobalStateGuard` compares too.
+_GUARDED_FLAGS = ("get_default_dtype", "_get_deterministic_algorithms")
+_GUARDED_CUDA_FLAGS = (
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+)
 _KERNEL_FLAGS = (
-    "get_default_dtype",
-    "_get_deterministic_algorithms",
     "_get_flash_sdp_enabled",
     "_get_mem_efficient_sdp_enabled",
     "_get_math_sdp_enabled",
@@ -31,19 +35,15 @@ _CUDA_KERNEL_FLAGS = (
     "_get_cudnn_deterministic",
     "_get_cudnn_sdp_enabled",
     "_get_cublas_allow_fp16_accumulation",
-    "_get_cublas_allow_fp16_reduced_precision_reduction",
-    "_get_cublas_allow_bf16_reduced_precision_reduction",
 )
 # Where any of these is not at rest a call runs eagerly (see `tracing`), so no plan is found under
 # its key.
 _CONTEXT: tuple[Callable[[], Any], ...] = (
-    torch.is_grad_enabled,
     torch._C._len_torch_dispatch_stack,
     torch._C._is_tracing,
     torch._C._functorch.peek_interpreter_stack,
     functools.partial(getattr, forward_ad, "_current_level"),
 )
-_SCOPES = (torch._C._is_any_autocast_enabled, torch._C._len_torch_function_stack)
 _TF32_FLAGS = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32")
 _FP32_BACKEND = {"cuda": "cuda", "cpu": "mkldnn"}
 _FP32_OPS = ("matmul", "conv", "rnn")
@@ -93,22 +93,24 @@ class Modes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        flags = _getters(_KERNEL_FLAGS)
-        context: list[Callable[[], Any]] = [*_CONTEXT, *_SCOPES, _stream_number(device)]
+        flags, guarded = _getters(_KERNEL_FLAGS), _getters(_GUARDED_FLAGS)
         precision: list[Callable[[], Any]] = [
             _precision(device.type, operation) for operation in _FP32_OPS
         ]
         older: list[Callable[[], Any]] = []
         if device.type == "cuda":
             flags += _getters(_CUDA_KERNEL_FLAGS)
+            guarded += _getters(_GUARDED_CUDA_FLAGS)
             older = _getters(_TF32_FLAGS)
             _order_attention(device)
-        self._kernels = [*flags, *precision]
-        self._exact = [*self._kernels, *context]
+        self._kernels = [*flags, *precision, *guarded]
+        self._guarded = [torch.is_grad_enabled, *guarded]
+        context = [*_CONTEXT, torch._C._len_torch_function_stack, _stream_number(device)]
+        self._exact = [*flags, *precision, *context]
         known = len(older) == len(_TF32_FLAGS)
-        self._all = [*flags, *older, *context] if known else self._exact
+        self._open = [*flags, *older, *context] if known else self._exact
         self._numbered = numbering()
-        self._plain: tuple[list[Any], int] = ([], -1)
+        self._last: tuple[list[Any], int, GlobalStateGuard] = ([], -1, GlobalStateGuard())
         self._scoped_last: tuple[list[Any], int] = ([], -1)
 
     def kernels(self) -> tuple[Any, ...]:
@@ -117,28 +119,31 @@ class Modes:
 
     def everything(self) -> int:
         """A number for that and for what decides whether a graph may serve at all: grad, tracing,
-        capturing. To compare with the last answers costs less than to hash them, and to read
-        PyTorch's older flags for TF32 less than the newer settings; those flags refuse to answer
-        once a newer setting says what they cannot.
+        capturing.
+
+        To compare with the last answers costs less than to hash them, Dynamo's guard of the global
+        state less than the getters that it makes up for, and PyTorch's older flags for TF32 less
+        than the newer settings; those flags refuse to answer once a newer setting says what they
+        cannot.
         """
         try:
-            flags: list[Any] = list(map(call, self._all))
+            flags: list[Any] = list(map(call, self._open))
         except RuntimeError:
-            self._all = self._exact
-            flags = list(map(call, self._all))
-        plain, number = self._plain
-        return number if flags == plain else self._number(flags)
+            self._open = self._exact
+            flags = list(map(call, self._open))
+        last, number, guard = self._last
+        return number if flags == last and guard.check() else self._number(flags)
 
     def _number(self, flags: list[Any]) -> int:
-        """The same for flags other than the last plain ones. Streams share plans, so their numbers
-        are left out; the default stream cannot be captured, so there the driver is not asked.
+        """The same for other flags than the last. Streams share plans, so their numbers are left
+        out; the default stream cannot be captured, so there the driver is not asked.
         """
-        *rest, autocast, functions, stream = flags
-        rest += [autocast, functions]
-        if not (autocast or functions or stream):
-            self._plain = flags, self._numbered(_frozen(rest))
-            return self._plain[1]
-        rest += self._scoped()
+        *rest, functions, stream = flags
+        rest += [functions, *map(call, self._guarded), *self._scoped()]
+        if not (functions or stream):
+            number = self._numbered(_frozen(rest))
+            self._last = flags, number, GlobalStateGuard()
+            return number
         if stream and torch._C._cuda_isCurrentStreamCapturing():
             rest.append("capturing")
         if rest != self._scoped_last[0]:

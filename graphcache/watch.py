@@ -14,6 +14,7 @@ in the old one.
 
 from __future__ import annotations
 
+import array
 import itertools
 import weakref
 from collections import deque
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 
 from graphcache.errors import Fallback
 from graphcache.holdings import Slots, caches, is_lazy
@@ -61,7 +63,10 @@ class Watch:
         self._tensors = [tensor for tensor in held if not is_lazy(tensor)]
         self.lazy = len(self._tensors) < len(held)
         self._contents = [(v, _contents(v)) for v in values if type(v) in _UNORDERED]
-        self._laid = [(t, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in self._tensors]
+        self._addresses = [(tensor, tensor.data_ptr()) for tensor in self._tensors]
+        self._forms = [_form(tensor) for tensor in self._tensors]
+        self._guards: deque[TensorGuards] = deque(maxlen=_MOST_GUARDS)
+        self._modules, self._kinds = modules, [*map(type, modules)]
         hooked = [*modules, *caches(self._module)]
         harmless = [vars(m)[kind] for m in hooked for kind in HOOKS if recorded(m, kind)]
         containers = [*slots.containers, *harmless]
@@ -92,8 +97,7 @@ class Watch:
         return self._numbered(fingerprint)
 
     def _note_move(self, modules: list[int]) -> None:
-        tensors = [(t.is_conj(), t.is_neg(), *laid) for t, *laid in self._laid]
-        layout = (modules, tensors)
+        layout = (modules, [address for _, address in self._addresses], self._forms)
         if self.lost or (self._layout is not None and layout != self._layout):
             self.moves += 1
             self._extra = []
@@ -136,14 +140,11 @@ class Watch:
         for holder, length in self._lengths:
             if len(holder) != length:
                 return False
-        for tensor, address, shape, stride, dtype in self._laid:
-            if (
-                tensor.data_ptr() != address
-                or tensor.shape != shape
-                or tensor.stride() != stride
-                or tensor.dtype is not dtype
-            ):
+        for tensor, address in self._addresses:
+            if tensor.data_ptr() != address:
                 return False
+        if [*map(type, self._modules)] != self._kinds or not self._formed_alike():
+            return False
         return not (
             self.lost
             # While hooked every call looks again, since removing a hook leaves no trace.
@@ -151,6 +152,25 @@ class Watch:
             or any(self._empty)
             or (self._rarities and self._rarely_other())
         )
+
+    def _formed_alike(self) -> bool:
+        """Whether tensors have the shapes, strides, dtypes and lazy bits that they had. Dynamo's
+        guard compares all of them at once, but its answer also depends on the thread's mode; so
+        there is one for each of the last modes.
+        """
+        for guard in self._guards:
+            if guard.check(*self._tensors):
+                return True
+        if [_form(tensor) for tensor in self._tensors] != self._forms:
+            return False
+        if self._tensors:
+            shapes = [list(tensor.shape) for tensor in self._tensors]
+            strides = [list(tensor.stride()) for tensor in self._tensors]
+            guard = TensorGuards(
+                *self._tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides
+            )
+            self._guards.appendleft(guard)
+        return True
 
     def _rarely_other(self) -> bool:
         """The same for what few modules have: TorchScript, sets and arrays, output collectors."""
@@ -176,12 +196,22 @@ def _script_state(module: nn.Module | None) -> tuple[Any, ...]:
     return flags, tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
 
 
-_UNORDERED = frozenset({set, deque, np.ndarray})
+_MOST_GUARDS = 4
+_UNORDERED = frozenset({set, deque, np.ndarray, bytearray, array.array})
 _MOST_BYTES = 1 << 14
 
 
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
 def _contents(value: Any) -> Any:
-    """What lies in a set, a deque or a small array, to compare; of a large array its address."""
+    """What lies in a set, a deque, bytes or a small array, to compare; of a large array its
+    address.
+    """
+    if isinstance(value, (bytearray, array.array)):
+        return bytes(value)
     if isinstance(value, np.ndarray):
         small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
         return value.shape, value.dtype, value.tobytes() if small else value.ctypes.data
