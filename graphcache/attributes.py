@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import itertools
 import types
@@ -16,7 +17,7 @@ from torch import Tensor
 from graphcache.holdings import Slots, is_lazy
 from graphcache.hooks import derived_names
 from graphcache.signature import TENSORS
-from graphcache.storages import storage_id
+from graphcache.storages import is_plain, storage_id
 
 
 class Attributes:
@@ -28,15 +29,17 @@ class Attributes:
     def __init__(self, slots: Slots) -> None:
         derived = {id(vars(part)): derived_names(part) for part in slots.modules}
         values = [value for _, _, value in slots.places]
-        inner = [value for value in values if type(value) in (set, deque)]
+        inner = [value for value in values if type(value) in _LOOSE]
         self._classes = slots.classes
         self._taken = [
-            (live, copy.copy(live), derived.get(id(live), set()))
+            (live, _copied(live), derived.get(id(live), set()))
             for live in (*slots.containers, *inner)
             if not isinstance(live, (tuple, types.MappingProxyType))
         ]
         self._tensors = [
-            (t, t.detach(), _place(t)) for t in values if type(t) in TENSORS and not is_lazy(t)
+            (t, t.detach(), _place(t))
+            for t in values
+            if type(t) in TENSORS and not is_lazy(t) and is_plain(t)
         ]
         #: Identities of the tensors that the module holds, and of their storages.
         self.tensors = frozenset(id(tensor) for tensor, _, _ in self._tensors)
@@ -60,16 +63,28 @@ class Attributes:
             if _place(tensor) != place:  # `.data =` and `set_` change an object's memory
                 changed.append("the memory of a tensor that it holds")
                 tensor.data = kept
-        for array, kept in self._arrays:
-            if not np.array_equal(array, kept, equal_nan=array.dtype.kind in "fc"):
+        for live, kept in self._arrays:
+            if not np.array_equal(live, kept, equal_nan=live.dtype.kind in "fc"):
                 changed.append("a NumPy array that it holds")
-                np.copyto(array, kept)
+                np.copyto(live, kept)
         return changed
+
+
+_LOOSE = frozenset({set, bytearray, array.array})
+
+
+def _copied(live: Any) -> Any:
+    """What a container holds, in a plain one."""
+    if isinstance(live, Mapping):
+        return dict(live.items())
+    return list(live) if isinstance(live, (list, deque)) else copy.copy(live)
 
 
 def _put_back(live: Any, kept: Any) -> None:
     """Only what differs, so that another thread that uses the module finds everything there."""
     if isinstance(live, list):
+        list.__setitem__(live, slice(None), kept)
+    elif isinstance(live, (bytearray, array.array)):
         live[:] = kept
     elif isinstance(live, MutableMapping):
         for name in [name for name in live if name not in kept]:

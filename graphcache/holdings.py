@@ -4,8 +4,12 @@ may read a value from.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import types
-from collections.abc import Iterator, Mapping, MutableMapping
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,70 +45,100 @@ def _all_modules(module: nn.Module | None) -> Iterator[nn.Module]:
         for submodule in waiting.pop().modules():
             if id(submodule) not in seen:
                 seen.add(id(submodule))
-                waiting += _hidden(submodule)
+                waiting += _hidden(submodule, seen)
                 yield submodule
 
 
-def _hidden(module: nn.Module) -> list[nn.Module]:
-    """Modules in the plain containers that a module holds, or in containers of these."""
+def _hidden(module: nn.Module, seen: set[int]) -> list[nn.Module]:
+    """Modules that a module holds unregistered: as a plain attribute, by a bound method, in
+    containers and plain objects. `seen` are the containers that need no second look.
+    """
+    if isinstance(module, Delegate):
+        return []
     found: list[nn.Module] = []
     values = [v for name, v in vars(module).items() if name not in _INTERNAL]
-    for _ in range(_DEPTH):
-        values = [
-            inner
-            for value in values
-            if type(value) in (list, tuple, dict)
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
-        found += [value for value in values if isinstance(value, nn.Module)]
+    for _ in range(_DEPTH + 1):
+        found += [value for value in values if issubclass(type(value), nn.Module)]
+        holders = [holder for value in values for holder in _opened(value)]
+        new = {id(holder): holder for holder in holders if id(holder) not in seen}
+        seen |= new.keys()
+        values = [inner for holder in new.values() for _, inner in _items(holder)]
     return found
 
 
 def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
     own = vars(module)
     yield own
-    inner = (own[name] for name in ("_parameters", "_buffers", "_modules"))
+    inner = (own.get(name) for name in ("_parameters", "_buffers", "_modules"))
     yield from (holder for holder in inner if isinstance(holder, dict))  # TorchScript has others
 
 
 class Slotted(MutableMapping[str, Any]):
-    """The attributes of an object without a dict of its own, as a dict."""
+    """The slots of an object, as a dict. Read by their descriptors, since the object's own
+    `__getattr__` may do anything.
+    """
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        kinds = type(owner).__mro__
-        listed = (vars(kind).get("__slots__", ()) for kind in kinds)
-        self._slots = [n for names in listed for n in ((names,) if type(names) is str else names)]
+        kinds = reversed(type(owner).__mro__)
+        self._slots = {name: slot for kind in kinds for name, slot in _slots(kind).items()}
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return getattr(self._owner, name)
+            return self._slots[name].__get__(self._owner)
         except AttributeError:
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self._owner, name, value)
+        self._slots[name].__set__(self._owner, value)
 
     def __delitem__(self, name: str) -> None:
-        object.__delattr__(self._owner, name)
+        self._slots[name].__delete__(self._owner)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._slots if hasattr(self._owner, name))
+        return (name for name in self._slots if name in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __copy__(self) -> dict[str, Any]:
-        return dict(self)
+
+def _slots(kind: type) -> dict[str, Any]:
+    is_slot = types.MemberDescriptorType
+    return {n: v for n, v in vars(kind).items() if type(v) is is_slot} if _is_users(kind) else {}
+
+
+class Underneath(MutableMapping[Any, Any]):
+    """A dict as it is underneath the ways of its own class, which may refuse to be written to,
+    count otherwise or make entries when read.
+    """
+
+    def __init__(self, owner: dict[Any, Any]) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: Any) -> Any:
+        return dict.__getitem__(self._owner, name)
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        dict.__setitem__(self._owner, name, value)
+
+    def __delitem__(self, name: Any) -> None:
+        dict.__delitem__(self._owner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return dict.__iter__(self._owner)
+
+    def __len__(self) -> int:
+        return dict.__len__(self._owner)
 
 
 class Slots:
     """Every place that forward may read a value from: attributes of submodules and of their
     classes, and what lies inside them.
 
-    Lists, tuples, dicts and plain objects (a config) are looked into to a depth of `_DEPTH`, each
-    once, `_MOST_INSIDE` places at the most, which bounds what a comparison costs. `modules` are the
-    submodules, `classes` their classes with the attributes that those hold.
+    Lists, tuples, deques, dicts and plain objects (a config) are looked into to a depth of
+    `_DEPTH`, each once, `_MOST_INSIDE` of them and so many entries of each at the most, which
+    bounds what a comparison costs. `modules` are the submodules, `classes` their classes with the
+    attributes that those hold.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -112,7 +146,8 @@ class Slots:
         self.places: list[tuple[Any, Any, Any]] = []
         self.containers: list[Any] = []
         self._seen: set[int] = set()
-        inside: list[tuple[Any, int]] = []
+        self._inside = 0
+        inside: list[Any] = []
         for module in modules:
             derived = derived_names(module)
             for holder in _holders(module):
@@ -122,25 +157,26 @@ class Slots:
                     own = holder is not vars(module) or name not in _internal(module)
                     if own and name not in derived:
                         self.places.append((holder, name, value))
-                        inside.append((value, _DEPTH))
+                        inside.append(value)
         self.classes = {kind: _class_values(kind) for kind in _classes(modules)}
         for kind, values in self.classes.items():
             self.containers.append(vars(kind))
             self.places += [(self.containers[-1], name, value) for name, value in values.items()]
-        for value, depth in inside:
-            self._look_into(value, depth)
+            inside += values.values()
+        for value in inside:
+            self._look_into(value, _DEPTH)
 
     def _look_into(self, value: Any, depth: int) -> None:
-        holder = _opened(value)
-        full = len(self.containers) > _MOST_INSIDE
-        if holder is None or depth == 0 or id(holder) in self._seen or full:
-            return
-        self._seen.add(id(holder))
-        self.containers.append(holder)
-        items = holder.items() if isinstance(holder, Mapping) else enumerate(holder)
-        for key, inner in list(items)[:_MOST_INSIDE]:
-            self.places.append((holder, key, inner))
-            self._look_into(inner, depth - 1)
+        for holder in _opened(value):
+            key = id(value) if isinstance(holder, (Slotted, Underneath)) else id(holder)
+            if depth == 0 or key in self._seen or self._inside >= _MOST_INSIDE:
+                return
+            self._seen.add(key)
+            self._inside += 1
+            self.containers.append(holder)
+            for name, inner in itertools.islice(_items(holder), _MOST_INSIDE):
+                self.places.append((holder, name, inner))
+                self._look_into(inner, depth - 1)
 
 
 def _internal(module: nn.Module) -> frozenset[str]:
@@ -151,23 +187,62 @@ def _internal(module: nn.Module) -> frozenset[str]:
     return _INTERNAL - {"_modules"} if replaced else _INTERNAL
 
 
-def _opened(value: Any) -> Any:
-    """What to look into of an attribute's value: a list, a dict, or an object's own dict."""
-    if isinstance(value, (list, dict, tuple)):
-        return value
-    code = (type, nn.Module, Tensor, types.FunctionType, types.MethodType, types.ModuleType)
-    if isinstance(value, code) or type(value).__module__.startswith(("torch.", "torch._")):
-        return None
-    if hasattr(value, "__dict__"):
-        return value.__dict__
-    return Slotted(value) if hasattr(type(value), "__slots__") else None
+_CODE = (type, nn.Module, Tensor, types.FunctionType, types.ModuleType)
+_CONTAINERS = (list, tuple, deque, dict, types.MappingProxyType)
+_READING = ("__len__", "__getitem__", "__iter__", "items")
+_OURS = frozenset({"torch", "builtins", "typing", "abc", "graphcache"})
+_BUSY = frozenset({"_io", "asyncio", "concurrent", "io", "logging", "multiprocessing", "threading"})
+
+
+def _opened(value: Any) -> list[Any]:
+    """What to look into of a value: a container, what a partial or a bound method holds, an
+    object's dict and slots.
+    """
+    kind = type(value)  # and not `isinstance`, which asks the object
+    if issubclass(kind, _CONTAINERS):
+        return _container(value)
+    if issubclass(kind, functools.partial):
+        return [(value.func,), value.args, value.keywords]
+    if kind is types.MethodType:
+        return [(value.__self__,)]
+    if kind is weakref.ref:
+        return [(value(),)]
+    if issubclass(kind, _CODE) or not _is_users(kind):
+        return []
+    try:
+        own = value.__dict__
+    except Exception:  # a property of that name, or there is none
+        own = None
+    slotted = [Slotted(value)] if any(map(_slots, kind.__mro__)) else []
+    return [own, *slotted] if type(own) is dict else slotted
+
+
+def _container(value: Any) -> list[Any]:
+    """A container, unless its class has ways of its own to read it: a dict then underneath them."""
+    own_ways = any(
+        isinstance(getattr(type(value), name, None), types.FunctionType) for name in _READING
+    )
+    if not own_ways:
+        return [value]
+    return [Underneath(value)] if isinstance(value, dict) else []
+
+
+def _items(holder: Any) -> Iterable[tuple[Any, Any]]:
+    return list(holder.items() if isinstance(holder, Mapping) else enumerate(holder))
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class may hold what a user changes: it is not torch's, but for distributions, and
+    none of Python's that keep books of their own.
+    """
+    where = kind.__module__
+    return where.split(".")[0] not in _OURS | _BUSY or where.startswith("torch.distributions.")
 
 
 def _classes(modules: list[nn.Module]) -> list[type]:
     """The users' classes among those of the modules and their bases."""
     found = (kind for module in modules for kind in type(module).__mro__)
-    ours = ("torch.", "builtins", "typing", "abc", "graphcache.")
-    return [kind for kind in dict.fromkeys(found) if not kind.__module__.startswith(ours)]
+    return [kind for kind in dict.fromkeys(found) if _is_users(kind)]
 
 
 def _class_values(kind: type) -> dict[str, Any]:

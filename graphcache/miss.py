@@ -36,7 +36,7 @@ from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger
 from graphcache.store import GraphStore
 from graphcache.tracing import refuse_capturing, refuse_tracing
-from graphcache.watch import Watch, refuse_hooks, refuse_lazy
+from graphcache.watch import Watch, refuse_hooks, refuse_state
 
 _MIN_GRAPHS = 32
 
@@ -120,7 +120,7 @@ class MissPath:
         self.catch_up()
         self._refuse_grad(call)
         refuse_hooks(self.watch)
-        refuse_lazy(self.watch)
+        refuse_state(self.watch)
         self._choose_backend(call)
         reading = self.knowledge.read(call)
         self.sizes_read = reading.traffic

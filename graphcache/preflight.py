@@ -33,7 +33,7 @@ from graphcache.hostreads import noticing_host_reads
 from graphcache.otherweights import Substitutes, standing_in
 from graphcache.reasons import Reason
 from graphcache.signature import Spec, flatten
-from graphcache.storages import storage_bytes, storage_id
+from graphcache.storages import is_plain, storage_bytes, storage_id
 from graphcache.trials import as_trial
 
 _ASKED = "is_current_stream_capturing"
@@ -149,7 +149,7 @@ class Observer(TorchDispatchMode):
         return result
 
     def _substituted(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.is_nested:
+        if not is_plain(tensor):
             return tensor
         substitute = self._weights.get(storage_id(tensor))
         return tensor if substitute is None else standing_in(substitute, tensor)
@@ -283,7 +283,7 @@ def observe(
 
 def _refuse_layouts(outputs: Sequence[Tensor]) -> None:
     for output in outputs:
-        if output.layout is not torch.strided or output.is_nested:
+        if not is_plain(output):
             what = "nested" if output.is_nested else str(output.layout)
             raise Fallback(Reason.UNSUPPORTED_OUTPUT, f"a result of layout {what}")
 
@@ -312,4 +312,4 @@ def _origins(
 
 def _plain(arguments: Iterable[Any]) -> list[Tensor]:
     """The tensors with a storage among arguments or results of an operation."""
-    return [t for t in tensors_in(arguments) if t.layout is torch.strided and not t.is_nested]
+    return [t for t in tensors_in(arguments) if is_plain(t)]

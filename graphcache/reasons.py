@@ -87,7 +87,7 @@ class Reason(StrEnum):
     )
     UNSUPPORTED_INPUT = (
         "unsupported-input",
-        "an argument that calls cannot be told apart by, or that is no plain tensor",
+        "an argument that calls cannot be told apart by, or a tensor that is no plain one",
         "pass tensors, containers and plain values",
     )
     UNSUPPORTED_OUTPUT = (

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is a strided view of one storage: not sparse, nested or MKL-DNN's."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def storage_id(tensor: Tensor) -> int:
     """Equal for tensors that share memory, while one of them lives."""
     return int(tensor.untyped_storage()._cdata)

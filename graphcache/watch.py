@@ -18,7 +18,7 @@ import array
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from graphcache.hooks import GLOBAL_HOOKS, HOOKS, collectors, recorded
 from graphcache.modes import numbering
 from graphcache.reasons import Reason
 from graphcache.signature import TENSORS, flatten
+from graphcache.storages import is_plain
 
 
 class Watch:
@@ -59,9 +60,12 @@ class Watch:
         self._places = slots.places
         values = [value for _, _, value in slots.places]
         held = [value for value in values if isinstance(value, Tensor)]
-        self._script = _script_state(self._module)
-        self._tensors = [tensor for tensor in held if not is_lazy(tensor)]
-        self.lazy = len(self._tensors) < len(held)
+        self._scripts = [m for m in modules if isinstance(m, torch.jit.ScriptModule)]
+        self._script = _script_state(self._scripts)
+        made = [tensor for tensor in held if not is_lazy(tensor)]
+        self.lazy = len(made) < len(held)
+        self._tensors = [tensor for tensor in made if is_plain(tensor)]
+        self.strange = next((str(t.layout) for t in made if not is_plain(t)), None)
         self._contents = [(v, _contents(v)) for v in values if type(v) in _UNORDERED]
         self._addresses = [(tensor, tensor.data_ptr()) for tensor in self._tensors]
         self._forms = [_form(tensor) for tensor in self._tensors]
@@ -75,7 +79,7 @@ class Watch:
         empty = [holder for holder in containers if not holder]
         self._empty = [*GLOBAL_HOOKS, *(vars(m)[kind] for m, kind in hooks), *empty]
         self._collectors = collectors(modules)
-        self._rarities = bool(self._script or self._contents or self._collectors)
+        self._rarities = bool(self._scripts or self._contents or self._collectors)
         self.hooked = next((type(m).__name__ for m, kind in hooks if vars(m)[kind]), None)
         if any(GLOBAL_HOOKS):
             self.hooked = "every module"
@@ -166,16 +170,15 @@ class Watch:
         if self._tensors:
             shapes = [list(tensor.shape) for tensor in self._tensors]
             strides = [list(tensor.stride()) for tensor in self._tensors]
-            guard = TensorGuards(
-                *self._tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides
-            )
+            sizes: Any = {"dynamic_dims_sizes": shapes, "dynamic_dims_strides": strides}
+            guard = TensorGuards(*self._tensors, **sizes)
             self._guards.appendleft(guard)
         return True
 
     def _rarely_other(self) -> bool:
         """The same for what few modules have: TorchScript, sets and arrays, output collectors."""
         return (
-            (bool(self._script) and _script_state(self._module) != self._script)
+            (bool(self._scripts) and _script_state(self._scripts) != self._script)
             or any(_contents(live) != kept for live, kept in self._contents)
             or any(collector.get() is not None for collector in self._collectors)
         )
@@ -187,13 +190,12 @@ class Watch:
         )
 
 
-def _script_state(module: nn.Module | None) -> tuple[Any, ...]:
-    """Training flags and addresses of a TorchScript module, whose attributes live in C++."""
-    if not isinstance(module, torch.jit.ScriptModule):
-        return ()
-    flags = tuple(part.training for part in module.modules())
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    return flags, tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
+def _script_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Training flags and tensors of TorchScript modules, whose attributes live in C++."""
+    flags = tuple(getattr(module, "training", None) for module in modules)
+    held = ((*m.parameters(recurse=False), *m.buffers(recurse=False)) for m in modules)
+    tensors = itertools.chain.from_iterable(held)
+    return flags, tuple((tensor.data_ptr(), *_form(tensor)) for tensor in tensors)
 
 
 _MOST_GUARDS = 4
@@ -259,7 +261,15 @@ def refuse_hooks(watch: Watch) -> None:
         raise Fallback(Reason.HOOKS, f"{watch.hooked} has forward hooks")
 
 
-def refuse_lazy(watch: Watch) -> None:
-    """Raise the `state-written` fallback while parameters wait for their first call."""
+def refuse_state(watch: Watch) -> None:
+    """Raise a fallback for tensors of the module that no graph can read.
+
+    Raises:
+        Fallback: `state-written` while parameters wait for their first call, `unsupported-input`
+            for sparse and the like, whose memory cannot be watched.
+    """
+    if watch.strange is not None:
+        detail = f"the module holds a tensor of layout {watch.strange}"
+        raise Fallback(Reason.UNSUPPORTED_INPUT, detail)
     if watch.lazy:
         raise Fallback(Reason.STATE_WRITTEN, "this call gives lazy parameters their shape")
