@@ -40,6 +40,7 @@ class Facts:
     draws: bool = False
     writes: bool = False
     aliases: bool = False
+    asks_grad: bool = False  # whether gradients are enabled, which a graph answers with no
     dims: tuple[DimFacts, ...] | None = None
     uncut: Fallback | None = None  # why calls must not be served in pieces, once that went wrong
     cuts: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)  # compared with eager
@@ -139,7 +140,11 @@ class Learner:
         )
         made = all(origin.kind == "made" for origin in seen.origins)
         facts = Facts(
-            findings=seen.findings, draws=seen.draws, writes=bool(seen.writes), aliases=not made
+            findings=seen.findings,
+            draws=seen.draws,
+            writes=bool(seen.writes),
+            aliases=not made,
+            asks_grad=seen.asks_grad,
         )
         if any(origin.kind == "view" for origin in seen.origins):
             what = "a result is a view of an input"

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import Pool
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,10 @@ _READS = (
     (torch.Tensor, "__dlpack__", Reason.HOST_COPY, "Tensor.__dlpack__()"),
     (torch.Tensor, "__repr__", Reason.HOST_SYNC, "printing a tensor"),
     (torch.Tensor, "__format__", Reason.HOST_SYNC, "formatting a tensor"),
+    (torch.Tensor, "__reduce_ex__", Reason.HOST_COPY, "pickling or saving a tensor"),
+    (torch.Tensor, "apply_", Reason.HOST_SYNC, "Tensor.apply_()"),
+    (torch.Tensor, "map_", Reason.HOST_SYNC, "Tensor.map_()"),
+    (torch.Tensor, "map2_", Reason.HOST_SYNC, "Tensor.map2_()"),
     (torch, "to_dlpack", Reason.HOST_COPY, "torch.to_dlpack()"),
     (torch.utils.dlpack, "to_dlpack", Reason.HOST_COPY, "torch.utils.dlpack.to_dlpack()"),
     (torch.cuda, "synchronize", Reason.HOST_SYNC, "torch.cuda.synchronize()"),
@@ -63,11 +69,25 @@ def _draws(owner: Any, example: Any) -> list[tuple[Any, str, Reason, str]]:
 
 _DRAWS = (*_draws(random, random.random), *_draws(np.random, np.random.rand))
 # Work for another thread, where no trial sees it, and which may wait for what this thread holds.
-_HAND_OVERS = ((threading.Thread, "start"), (ThreadPoolExecutor, "submit"))
+_HAND_OVERS = (
+    (threading.Thread, "start"),
+    (ThreadPoolExecutor, "submit"),
+    (Pool, "apply_async"),
+    (Pool, "_map_async"),
+    (Pool, "imap"),
+    (Pool, "imap_unordered"),
+)
 _FACTORIES = ("tensor", "as_tensor", "asarray")
+_SPLITS = ((torch, "tensor_split"), (torch.Tensor, "tensor_split"))
+# What a capture answers with no. Calls with gradients enabled get no graph of whoever asks for
+# them; calls in inference mode are not told from others, so there nobody does.
+_QUESTIONS = (
+    ("is_grad_enabled", Reason.GRAD),
+    ("is_inference_mode_enabled", Reason.OPAQUE_CODE),
+)
 
 
-# Says what to note of a call; what it raises ends the trial.
+# Says what to note of a call.
 Judge = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Reason, str] | None]
 
 
@@ -110,8 +130,8 @@ def _install(change: int) -> None:
 class _StandIn:
     """Stands in for `owner.name`; made once, since a trial needs a hundred of them."""
 
-    def __init__(self, owner: Any, name: str, judge: Judge) -> None:
-        self._owner, self._name, self._judge = owner, name, judge
+    def __init__(self, owner: Any, name: str, judge: Judge, ends: bool = False) -> None:
+        self._owner, self._name, self._judge, self._ends = owner, name, judge, ends
         self._own = name in vars(owner)  # else inherited, from the C base of Tensor
         self._original: Any = None
 
@@ -133,7 +153,7 @@ class _StandIn:
             delattr(self._owner, self._name)
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        judge = self._judge
+        judge, ends = self._judge, self._ends
 
         @functools.wraps(original)
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -141,6 +161,8 @@ class _StandIn:
                 found = judge(args, kwargs)
                 if found is not None:
                     _hearing.note(*found)
+                    if ends:  # forward may catch this; the note stays
+                        raise Fallback(*found)
             return original(*args, **kwargs)
 
         return stand_in
@@ -152,24 +174,30 @@ def _stand_ins() -> list[_StandIn]:
         _StandIn(owner, name, functools.partial(_always, reason, text))
         for owner, name, reason, text in (*_READS, *_DRAWS)
     ]
+    what = "forward hands work to another thread: {}.{}()"
     handed = [
-        _StandIn(owner, name, functools.partial(_handed_over, f"{owner.__name__}.{name}()"))
+        _StandIn(
+            owner,
+            name,
+            functools.partial(_always, Reason.OPAQUE_CODE, what.format(owner.__name__, name)),
+            ends=True,
+        )
         for owner, name in _HAND_OVERS
     ]
-    made = [
-        _StandIn(torch, name, functools.partial(_made_for_the_device, name)) for name in _FACTORIES
+    made = [_StandIn(torch, name, functools.partial(_made, name)) for name in _FACTORIES]
+    split = [_StandIn(owner, name, _split_by_a_tensor) for owner, name in _SPLITS]
+    asked = [_StandIn(torch, asked[0], functools.partial(_asked, *asked)) for asked in _QUESTIONS]
+    others = [
+        _StandIn(torch.Tensor, "to", _to_the_cpu),
+        _StandIn(torch.Tensor, "new_tensor", _made_anew),
     ]
-    return [*always, _StandIn(torch.Tensor, "to", _to_the_cpu), *handed, *made]
+    return [*always, *others, *handed, *made, *split, *asked]
 
 
 def _always(
     reason: Reason, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Reason, str]:
     return reason, text
-
-
-def _handed_over(text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise Fallback(Reason.OPAQUE_CODE, f"forward hands work to another thread: {text}")
 
 
 def _to_the_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Reason, str] | None:
@@ -179,12 +207,44 @@ def _to_the_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Reason, 
     return None
 
 
-def _made_for_the_device(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Reason, str] | None:
+def _made(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Reason, str] | None:
+    """A tensor made of Python values: of tensors among them, which the host reads, or for a device
+    that code names by a `torch.device`, as `x.device` is, which on a GPU is a copy to it.
+    """
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    if _holds_tensors(data):
+        return Reason.HOST_SYNC, f"torch.{name}() of a list of tensors"
     device = kwargs.get("device")
-    if device is None or torch.device(device).type in ("cpu", "meta"):
+    if device is None or device == "cpu" or isinstance(data, torch.Tensor):
+        return None  # of a tensor: a copy on the device, or one that the operations show
+    if torch.device(device).type == "meta":
         return None
-    if args and isinstance(args[0], torch.Tensor):
-        return None  # a copy on the device, or one that the operations show
     return Reason.HOST_COPY, f"torch.{name}(..., device={device!r})"
+
+
+def _made_anew(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Reason, str] | None:
+    """`x.new_tensor(values)`, on x's device unless told otherwise."""
+    if kwargs.get("device") is None:
+        kwargs = {**kwargs, "device": args[0].device}
+    found = _made("new_tensor", args[1:], kwargs)
+    return None if found is None else (found[0], found[1].replace("torch.", "Tensor."))
+
+
+def _holds_tensors(data: Any) -> bool:
+    if not isinstance(data, (list, tuple)):
+        return False
+    return any(isinstance(value, torch.Tensor) or _holds_tensors(value) for value in data)
+
+
+def _split_by_a_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Reason, str] | None:
+    if any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values())):
+        return Reason.HOST_SYNC, "tensor_split() by a tensor"
+    return None
+
+
+def _asked(
+    name: str, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Reason, str] | None:
+    """Asked by the user's code; torch's own asks too, but computes the same either way."""
+    asking = sys._getframe(2).f_globals.get("__name__", "")
+    return None if asking.split(".")[0] == "torch" else (reason, f"torch.{name}()")

@@ -125,7 +125,10 @@ class MissPath:
         reading = self.knowledge.read(call)
         self.sizes_read = reading.traffic
         refuse_empty(reading.sizes, reading.dims)
-        return self.knowledge.of(reading, self._admit_signature)
+        reading, facts = self.knowledge.of(reading, self._admit_signature)
+        if facts.asks_grad and torch.is_grad_enabled():
+            raise Fallback(Reason.GRAD, "forward asks torch.is_grad_enabled()")
+        return reading, facts
 
     def _refuse_grad(self, call: Call) -> None:
         if torch.is_grad_enabled():

@@ -62,6 +62,7 @@ class Observation:
     draws: bool
     origins: list[Origin]
     findings: list[Finding]
+    asks_grad: bool
 
     @property
     def hazard(self) -> Fallback | None:
@@ -123,6 +124,7 @@ class Observer(TorchDispatchMode):
         self.operations = 0
         self.drew = False
         self.python_drew = False
+        self.asks_grad = False
         self.reads: dict[int, Tensor] = {}
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.generators: dict[torch.Generator, Tensor] = {}
@@ -188,7 +190,12 @@ class Observer(TorchDispatchMode):
             self.kept[key] = (tensor, storage_bytes(tensor).clone())
 
     def note(self, reason: Reason, what: str) -> None:
-        """Keep a hazard, with the user's source line; the same one of a loop once."""
+        """Keep a hazard, with the user's source line; the same one of a loop once. That forward
+        asks for gradients is one only where they are enabled.
+        """
+        if reason is Reason.GRAD:
+            self.asks_grad = True
+            return
         self.python_drew = self.python_drew or reason is Reason.GENERATOR
         found = Finding(reason, what, user_line())
         if found not in self.findings:
@@ -278,6 +285,7 @@ def observe(
         draws=draws,
         origins=origins,
         findings=findings,
+        asks_grad=observer.asks_grad,
     )
 
 

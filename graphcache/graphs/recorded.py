@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphcache.compiled import uncompiled
-from graphcache.errors import CaptureError
+from graphcache.errors import CaptureError, Fallback
 from graphcache.graphs import Graph
 from graphcache.hazards import operation_hazard
 from graphcache.hostreads import noticing_host_reads
@@ -54,7 +54,7 @@ class RecordedGraph:
         """Run every step again and put its results where the recorded run had them."""
         with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             for func, args, kwargs, places in self._steps:
-                result = func(*args, **kwargs)
+                result = _run(func, args, kwargs)
                 if places:
                     found = result if isinstance(result, (tuple, list)) else (result,)
                     for place, index in places:
@@ -62,6 +62,14 @@ class RecordedGraph:
 
     def reset(self) -> None:
         self._steps, self.outputs = [], []
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, IndexError) as error:  # of this call's values, as in eager
+        what = f"a replay raised {type(error).__name__}: {error}".splitlines()[0]
+        raise Fallback(Reason.CAPTURE_FAILED, what) from error
 
 
 class _Recorder(TorchDispatchMode):
@@ -102,7 +110,8 @@ class _Recorder(TorchDispatchMode):
         writes = any(
             a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
         )
-        return writes or bool(self._places(args, kwargs, result))
+        says = writes or not func._schema.returns  # an assertion
+        return says or bool(self._places(args, kwargs, result))
 
     def _places(self, args: Any, kwargs: Any, result: Any) -> list[tuple[Tensor, int]]:
         """The results in memory of their own, each with its index; views and in-place results have
@@ -127,6 +136,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _refuse(reason: Reason, what: str) -> None:
+    if reason is Reason.GRAD:
+        return  # a question, which calls without gradients may ask
     raise CaptureError(f"{what} cannot be recorded: {reason.phrase}.")
 
 
