@@ -18,7 +18,16 @@ from graphcache.garbage import counted_down
 from graphcache.modes import Modes
 from graphcache.padding import allocate, fit
 from graphcache.reasons import Reason
-from graphcache.signature import Input, Node, Signature, Spec, dim_order, flatten, unflatten
+from graphcache.signature import (
+    Input,
+    Node,
+    Signature,
+    Spec,
+    dim_order,
+    flatten,
+    repeats,
+    unflatten,
+)
 
 
 class Binder:
@@ -71,12 +80,15 @@ class Call:
         places = {id(mark): slot for slot, mark in enumerate(marks)}
         self.slots = [places[id(mark)] for mark in found]
         self.tensors = [self.leaves[slot] for slot in self.slots]
+        self.repeats = repeats(self.tensors)
 
     def arguments_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """This call's args and kwargs around other tensors, given by parameter."""
+        """This call's args and kwargs around other tensors, given by parameter; where one object
+        was passed twice, the first of its two.
+        """
         placed: list[Any] = [None] * len(tensors)
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            placed[slot] = tensor
+        for slot, first in zip(self.slots, self.repeats, strict=True):
+            placed[slot] = tensors[first]
         args, kwargs = unflatten(self.spec, iter(placed))
         return args, kwargs
 
@@ -122,7 +134,8 @@ class Reading:
         self.dims = dims.names if self._named else tuple(map(str, range(sum(map(len, axes)))))
         self.sizes = self._sizes(axes)
         inputs = tuple(self._input(i, axes[i], modes.device) for i in range(len(axes)))
-        self.signature = Signature(inputs, call.arguments, modes.kernels(), state)
+        form = (inputs, call.repeats, call.arguments)
+        self.signature = Signature(*form, modes.kernels(), state)
 
     def _every_axis(self) -> list[list[tuple[int, int]]]:
         """Exact sizes without named dims: each axis of each tensor is a dim of its own."""
@@ -138,7 +151,10 @@ class Reading:
         """
         first = next((t for t in self.call.tensors if t.dim()), None)
         axes: list[list[tuple[int, int]]] = []
-        for path, tensor in zip(self.paths, self.call.tensors, strict=True):
+        for i, (path, tensor) in enumerate(zip(self.paths, self.call.tensors, strict=True)):
+            if self.call.repeats[i] != i:
+                axes.append(axes[self.call.repeats[i]])
+                continue
             alike = first is not None and tensor.dim() > 0 and len(tensor) == len(first)
             axes.append([(0, 0)] if alike and follows.get(path, True) else [])
             if alike and tensor is not first and path not in follows:
@@ -237,6 +253,8 @@ def differences(ours: Signature, theirs: Signature) -> Iterator[str]:
                 f"{f} {getattr(spec, f)}, captured {getattr(other, f)}" for f in changed
             )
     yield from (f"{name}: no tensor now, one captured" for name in names)
+    if ours.repeats != theirs.repeats:
+        yield "arguments that are one tensor: others than at capture"
     if ours.spec != theirs.spec:
         yield f"plain arguments: {_plain_text(ours.spec)}, captured {_plain_text(theirs.spec)}"
     if ours.modes != theirs.modes:

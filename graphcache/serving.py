@@ -155,18 +155,24 @@ class Server:
         try:
             return self._serve(args, kwargs, False)
         except Fallback as fallback:
-            self.report(fallback)
-            result = self._miss.target(*args, **kwargs)
+            result = self._unserved(fallback, args, kwargs)
             self.ledger.fell_back(fallback.reason)
             return result
 
-    def _eager(self, fallback: Fallback, args: Args, kwargs: Kwargs) -> Any:
+    def _unserved(self, fallback: Fallback, args: Args, kwargs: Kwargs) -> Any:
+        """Report a fallback and run the module; where its own error may be the cause, it comes
+        first.
+        """
         suspect = fallback.reason in _MAYBE_WRONG_INPUTS
         if not suspect:
             self.report(fallback)
         result = self._miss.target(*args, **kwargs)
         if suspect:
             self.report(fallback)
+        return result
+
+    def _eager(self, fallback: Fallback, args: Args, kwargs: Kwargs) -> Any:
+        result = self._unserved(fallback, args, kwargs)
         with self.lock:
             self.ledger.calls += 1
             self.ledger.fell_back(fallback.reason)

@@ -178,11 +178,21 @@ def call_key(
                 parts += _form(value)
             else:
                 _describe(value, leaves, parts)
+        if len(leaves) > 1 and len({*map(id, leaves)}) < len(leaves):
+            parts.append(repeats(leaves))
     except RuntimeError:  # of tensors without sizes or strides
         raise Fallback(Reason.UNSUPPORTED_INPUT, "a nested or sparse tensor") from None
     except (TypeError, AttributeError, ValueError) as error:  # of containers with ways of their own
         raise Fallback(Reason.UNSUPPORTED_INPUT, f"a container that raised {error!r}") from None
     return tuple(parts)
+
+
+def repeats(leaves: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the first place of the same object: self-attention asks whether its key is
+    its query.
+    """
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(leaf), place) for place, leaf in enumerate(leaves))
 
 
 def _describe(value: Any, leaves: list[Tensor], parts: list[Any]) -> None:
@@ -223,9 +233,12 @@ class Input(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Everything about a call but its sizes; with a bucket it is a key."""
+    """Everything about a call but its sizes; with a bucket it is a key. `repeats` tells which
+    inputs are one object.
+    """
 
     inputs: tuple[Input, ...]
+    repeats: tuple[int, ...]
     spec: Spec
     modes: tuple[Any, ...]
     state: int

@@ -34,13 +34,13 @@ class SplitPlan:
         self._joints = [axes[0].axis if axes else None for axes in outputs or ()]
 
     def cut(self, leaves: Sequence[Tensor], piece: Piece) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The args and kwargs of one piece: views of the caller's tensors."""
+        """The args and kwargs of one piece: views of the caller's tensors, one of each object."""
         rows = piece.stop - piece.start
-        parts = [
-            leaf if axis is None else leaf.narrow(axis, piece.start, rows)
-            for leaf, axis in zip(leaves, self._axes, strict=True)
-        ]
-        args, kwargs = unflatten(self._spec, iter(parts))
+        parts: dict[int, Tensor] = {}
+        for leaf, axis in zip(leaves, self._axes, strict=True):
+            if id(leaf) not in parts:
+                parts[id(leaf)] = leaf if axis is None else leaf.narrow(axis, piece.start, rows)
+        args, kwargs = unflatten(self._spec, iter([parts[id(leaf)] for leaf in leaves]))
         return args, kwargs
 
     def join(self, results: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ from graphcache.cache import HALF_LIFE, Entry, GraphLRU
 from graphcache.graphs.recorded import RecordedGraph
 from graphcache.signature import LEAF, Signature
 
-SIGNATURE = Signature((), LEAF, (), 0)
+SIGNATURE = Signature((), (), LEAF, (), 0)
 
 
 def key_of(n):

@@ -60,12 +60,13 @@ class TestPlaces:
         assert call.slots == [1, 0]
 
     def test_one_tensor_passed_twice_has_two_places(self):
-        """Told apart by place, not by identity."""
-        call = Call(Binder(forward), (X, X), {"extra": [X]})
+        """And stays one object in every run of this form of call."""
+        call = Call(Binder(forward), (X, M), {"extra": [X]})
         assert call.slots == [0, 1, 2]
+        assert call.repeats == (0, 1, 0)
         a, b, c = (torch.full((1,), float(i)) for i in range(3))
         args, kwargs = call.arguments_with([a, b, c])
-        assert (args[0] is a, args[1] is b, kwargs["extra"][0] is c) == (True, True, True)
+        assert (args[0] is a, args[1] is b, kwargs["extra"][0] is a) == (True, True, True)
 
     def test_arguments_are_rebuilt_around_other_tensors(self):
         """Plain values, positions and keywords stay."""

@@ -23,7 +23,7 @@ def entry_of(function, names, bucket=4, origins=None, result=LEAF, state=None):
     inputs = tuple(spec(name) for name in names)
     statics = [allocate(i, (bucket,)).zero_() for i in inputs]
     graph = RecordedBackend().capture(lambda: function(*statics))
-    key = (Signature(inputs, LEAF, (), 0), (bucket,))
+    key = (Signature(inputs, tuple(range(len(inputs))), LEAF, (), 0), (bucket,))
     origins = origins or [Origin("made", i) for i in range(len(graph.outputs))]
     state = state or [None] * len(origins)
     return Entry(key, graph, statics, result, origins, state, [], False, 0)

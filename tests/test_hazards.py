@@ -130,12 +130,16 @@ def test_a_hazard_names_its_operation():
 
 @pytest.mark.parametrize("factory", ["tensor", "as_tensor", "asarray"])
 def test_a_tensor_made_on_the_host_for_the_device_is_a_host_copy(factory):
-    """A pageable copy; told from the arguments alone. On the CPU it is none."""
+    """A pageable copy; told from the arguments alone. Made for "cpu" it stays there, but code that
+    says `x.device` gets what the GPU would.
+    """
     found = []
     with noticing_host_reads(lambda *hazard: found.append(hazard)):
         getattr(torch, factory)([1.0])
-        getattr(torch, factory)([1.0], device=torch.device("cpu"))
+        getattr(torch, factory)([1.0], device="cpu")
         assert not found
+        getattr(torch, factory)([1.0], device=X.device)
+        assert found.pop()[0] is Reason.HOST_COPY
         with contextlib.suppress(
             AssertionError, RuntimeError
         ):  # no CUDA here, which is beside the point

@@ -1,7 +1,5 @@
 """Shadow runs by eager."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
@@ -39,21 +37,22 @@ def test_another_value_structure_or_dtype_is_a_mismatch(result):
     assert "(2, 2)" in mismatch.detail
 
 
-class Stale(nn.Module):
-    """Depends on a global that no watch sees, so that its graph goes stale."""
+SCALE = [1.0]
 
-    scale: ClassVar = [1.0]
+
+class Stale(nn.Module):
+    """Multiplies by a global that no watch sees."""
 
     def forward(self, x):
-        return x * Stale.scale[0]
+        return x * SCALE[0]
 
 
 def test_a_key_whose_shadow_differs_is_quarantined(caplog):
     """It and later calls run eagerly with `verify-mismatch`, so they are right; it is logged."""
-    Stale.scale[0] = 1.0
+    SCALE[0] = 1.0
     cache = GraphCache(Stale(), [4], verify=1.0)
     cache(X)
-    Stale.scale[0] = 5.0
+    SCALE[0] = 5.0
     for _ in range(3):
         torch.testing.assert_close(cache(X), X * 5)
     stats = cache.stats()
