@@ -62,6 +62,16 @@ class BucketSet:
         wanted = [min(8, size) for size in self.largest()]
         return next((c for c in self.corners if all(map(operator.ge, c, wanted))), self.corners[-1])
 
+    def lowest(self, corner: Bucket) -> Bucket:
+        """The smallest sizes that a corner serves: in each dim one more than the next smaller
+        corner's.
+        """
+        below = [
+            [0, *(other[i] for other in self.corners if other[i] < size)]
+            for i, size in enumerate(corner)
+        ]
+        return tuple(max(sizes) + 1 for sizes in below)
+
     def choose(self, sizes: Bucket, unpadded: frozenset[int] = frozenset()) -> Bucket | None:
         """The bucket with the fewest padded elements that holds `sizes`, or None.
 

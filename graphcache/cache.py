@@ -28,8 +28,10 @@ class Entry:
     For each result tensor `origins` says where it comes from, and `state` holds the tensor of the
     module that is returned as it is. `writes` are the module's tensors that each replay writes.
     `filled_for` is the call plan that wrote the static inputs last. `fresh` is true until the call
-    that captured it is counted, `checked` once padding was tried on the graph itself; `uses` and
-    `last_used` are kept by the hit path.
+    that captured it is counted; `checked` once padding was tried on the graph itself, `compared`
+    once with eager at a call's sizes, which a `picky` module, that raises at some, needs at each.
+    `memos` is memory that the run keeps for later runs (`functools.lru_cache`) and may give up
+    while the graph still reads it. `uses` and `last_used` are kept by the hit path.
     """
 
     key: Key
@@ -46,6 +48,8 @@ class Entry:
     fresh: bool = True
     checked: bool = False
     compared: bool = False
+    picky: bool = False
+    memos: list[Any] = field(default_factory=list)
     handed_out: bool = False
     uses: float = 0.0
     last_used: int = 0

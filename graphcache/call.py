@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback
@@ -60,6 +60,12 @@ class Binder:
             else:
                 arguments[name] = value
         return arguments
+
+
+def forward_of(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """Whose parameters the calls have."""
+    inner = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's wrapper takes *args, **kwargs
+    return inner.forward if isinstance(inner, nn.Module) else inner
 
 
 class Call:

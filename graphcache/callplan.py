@@ -65,7 +65,7 @@ class CallPlan:
         self._moving = [refill for refill in refills if isinstance(refill.value, Tensor)]
         self._fixed = [refill for refill in refills if not isinstance(refill.value, Tensor)]
         self._slots = slots
-        views = results(entry, axes, sizes)
+        views = results(entry, axes, sizes, dict(enumerate(entry.graph.outputs)))
         self.views = list(views.values())
         self._place = {index: position for position, index in enumerate(views)}
         cuts = axes or [[] for _ in entry.state]
@@ -126,14 +126,16 @@ class CallPlan:
         return unflatten(spec, iter(made))
 
 
-def results(entry: Entry, axes: Axes, sizes: Sequence[int]) -> dict[int, Tensor]:
-    """Views of the static outputs, cut to these sizes, by their index among the tensors that the
-    run made.
+def results(
+    entry: Entry, axes: Axes, sizes: Sequence[int], made: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Views of what a run of the bucket made, such as the static outputs, cut to these sizes; by
+    their index among the tensors that the run made.
     """
     views: dict[int, Tensor] = {}
     for origin, cuts in zip(entry.origins, axes or [[] for _ in entry.origins], strict=True):
         if origin.kind == "made":
-            views[origin.place] = cut(entry.graph.outputs[origin.place], cuts, sizes)
+            views[origin.place] = cut(made[origin.place], cuts, sizes)
     return views
 
 

@@ -24,7 +24,7 @@ from graphcache.padding import allocate, fit, head, tails
 from graphcache.preflight import Observation, as_captured
 from graphcache.reasons import Reason
 from graphcache.signature import Input, flatten
-from graphcache.storages import storage_bytes
+from graphcache.storages import storage_bytes, storage_id
 
 
 class Capturer:
@@ -53,7 +53,9 @@ class Capturer:
                 target(*args, **kwargs)  # outside all modes: compilation and workspaces happen here
             with self._undone(seen), as_captured():
                 self._backend.check(lambda: target(*args, **kwargs))
-        return self._capture(lambda: target(*args, **kwargs), statics, key, seen)
+        entry = self._capture(lambda: target(*args, **kwargs), statics, key, seen)
+        entry.memos = [*seen.kept, *(t for t in seen.reads if storage_id(t) not in facts.reads)]
+        return entry
 
     def _static_inputs(self, reading: Reading, bucket: Sequence[int]) -> list[Tensor]:
         device = self._backend.device
@@ -114,7 +116,7 @@ class Capturer:
         """
         bucket = entry.key[1]
         real = _half(bucket, facts)
-        if real != bucket and not entry.checked:
+        if real != bucket:
             with _statics_kept(entry):
                 turns = (False, True, True)
                 first, second, again = (self._replay(entry, facts, real, turn) for turn in turns)
@@ -122,32 +124,35 @@ class Capturer:
             if not (all_same(first, second) or (not steady and all_close(first, second))):
                 detail = f"at bucket {bucket} values in padded rows change real results"
                 raise Fallback(Reason.PAD_NOT_NEUTRAL, detail)
-        entry.checked = True
 
     def compare(self, entry: Entry, facts: Facts, reading: Reading) -> None:
         """Compare a graph with eager at a call's own sizes, by norm: a branch on the size shows
-        here.
+        here. A graph that draws cannot be replayed without chance, so its module runs instead,
+        padded as the graph is.
 
         Raises:
             Fallback: they differ; the graph must not serve padded calls.
         """
         bucket, inputs, sizes = entry.key[1], entry.key[0].inputs, reading.sizes
-        device = self._backend.device
-        real = [tensor.detach().to(device, copy=True) for tensor in reading.call.tensors]
+        device, call = self._backend.device, reading.call
+        real = [tensor.detach().to(device, copy=True) for tensor in call.tensors]
         fills = facts.fills(len(inputs))
         with _statics_kept(entry), self._undone(entry):
             for static, spec, tensor, fill in zip(entry.inputs, inputs, real, fills, strict=True):
                 head(static, spec, sizes).copy_(tensor)
                 for refill in tails(static, spec, sizes, bucket, fill):
                     refill()
-            entry.graph.replay()
-            made = results(entry, facts.axes(), sizes)
-            ours = {place: view.clone() for place, view in made.items()}
-        seen = self._learner.observe(reading.call, real)
-        pairs = zip(seen.origins, seen.outputs, strict=True)
-        theirs = {origin.place: leaf for origin, leaf in pairs if origin.kind == "made"}
-        alike = ours.keys() == theirs.keys() and all(close(ours[k], theirs[k]) for k in ours)
-        if not (seen.draws or alike):
+            if entry.draws:
+                padded = self._learner.observe(call, [t.clone() for t in entry.inputs], still=True)
+                made = _made(padded)
+            else:
+                entry.graph.replay()
+                made = dict(enumerate(entry.graph.outputs))
+            ours = {
+                k: view.clone() for k, view in results(entry, facts.axes(), sizes, made).items()
+            }
+        theirs = _made(self._learner.observe(call, real, still=entry.draws))
+        if ours.keys() != theirs.keys() or not all(close(ours[k], theirs[k]) for k in ours):
             detail = f"bucket {bucket} gives another result than eager at sizes {sizes}"
             raise Fallback(Reason.PAD_NOT_NEUTRAL, detail)
 
@@ -163,11 +168,17 @@ class Capturer:
                 refill()
         with self._undone(entry):
             entry.graph.replay()
-            made = results(entry, facts.axes(), real)
+            made = dict(enumerate(entry.graph.outputs))
             return [
-                *(view.clone() for view in made.values()),
+                *(view.clone() for view in results(entry, facts.axes(), real, made).values()),
                 *(storage_bytes(t).clone() for t in entry.writes),
             ]
+
+
+def _made(seen: Observation) -> dict[int, Tensor]:
+    """The tensors that a run made, each once, by their place."""
+    pairs = zip(seen.origins, seen.outputs, strict=True)
+    return {origin.place: leaf for origin, leaf in pairs if origin.kind == "made"}
 
 
 @contextlib.contextmanager

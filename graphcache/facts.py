@@ -27,6 +27,7 @@ from graphcache.preflight import Observation, observe
 from graphcache.probe import HINT, DimFacts, Probe
 from graphcache.reasons import Reason
 from graphcache.signature import flatten
+from graphcache.storages import storage_id
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class Facts:
     draws: bool = False
     writes: bool = False
     aliases: bool = False
+    reads: frozenset[int] = frozenset()  # storages that were there before, by their ids
     asks_grad: bool = False  # whether gradients are enabled, which a graph answers with no
     dims: tuple[DimFacts, ...] | None = None
     uncut: Fallback | None = None  # why calls must not be served in pieces, once that went wrong
@@ -53,6 +55,14 @@ class Facts:
         if any(size < d.smallest for size, d in zip(sizes, self.dims, strict=True)):
             return frozenset(range(len(self.dims)))  # results of another form, axes unknown
         return frozenset(i for i, d in enumerate(self.dims) if not d.neutral)
+
+    def at_least(self, sizes: Sequence[int], bucket: Sequence[int]) -> tuple[int, ...]:
+        """Sizes, but the bucket's where a dim may not be padded, and none under the smallest."""
+        dims = self.dims or [DimFacts(False)] * len(sizes)
+        return tuple(
+            max(size, d.smallest) if d.neutral else most
+            for size, most, d in zip(sizes, bucket, dims, strict=True)
+        )
 
     def why_unpadded(self, dim: int) -> Fallback:
         facts = self.dims[dim] if self.dims else DimFacts(True)
@@ -114,15 +124,19 @@ class Learner:
         self._trusting = trusting
 
     def observe(
-        self, call: Call, tensors: Sequence[Tensor], weights: Substitutes | None = None
+        self,
+        call: Call,
+        tensors: Sequence[Tensor],
+        weights: Substitutes | None = None,
+        still: bool = False,
     ) -> Observation:
         """One trial run of the call's form on other tensors, which the run may write to, and
-        perhaps on other weights.
+        perhaps on other weights, or without chance.
         """
         args, kwargs = call.arguments_with(tensors)
         device = self._backend.device
         run = functools.partial(self.target, *args, **kwargs)
-        seen = observe(run, tensors, self._module, device, weights or {})
+        seen = observe(run, tensors, self._module, device, weights, still)
         if not _untouched(call, args, kwargs):
             what = "forward changes a list or dict argument"
             seen.findings.append(Finding(Reason.INPUT_MUTATED, what))
@@ -144,6 +158,7 @@ class Learner:
             draws=seen.draws,
             writes=bool(seen.writes),
             aliases=not made,
+            reads=frozenset(map(storage_id, seen.reads)),
             asks_grad=seen.asks_grad,
         )
         if any(origin.kind == "view" for origin in seen.origins):
@@ -272,9 +287,11 @@ class Learner:
         return doubled, sizes
 
     def _checked(self, call: Call, weights: Substitutes, tensors: list[Tensor]) -> Observation:
-        """A probe's run: errors at another size are an answer, except want of memory."""
+        """A probe's run, without chance: errors at another size are an answer, except want of
+        memory.
+        """
         try:
-            seen = self.observe(call, tensors, weights)
+            seen = self.observe(call, tensors, weights, still=True)
         except (Fallback, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -144,14 +144,30 @@ def varied(leaf: Tensor, spec: Input, sizes: Sequence[int]) -> Tensor:
 
 
 def weighted(rows: Tensor, spec: Input, dim: int, middle: int) -> Tensor:
-    """The same with faint floats up to `middle` and large ones from there: what asks for any value
-    above a threshold then answers otherwise in the first part alone.
+    """The same with faint floats up to `middle` and large ones from there, and of integers and
+    bools one row up to there and another one from there: what asks for any value above a threshold,
+    or for the largest, then answers otherwise in one of the parts.
     """
-    if not (rows.is_floating_point() or rows.is_complex()):
-        return rows
-    rows = rows.clone()
+    real, rows = rows, rows.clone()
     for axis, d in spec.axes:
         if d == dim:
-            rows.narrow(axis, 0, middle).mul_(FAINT)
-            rows.narrow(axis, middle, rows.shape[axis] - middle).mul_(LARGE)
+            first = rows.narrow(axis, 0, middle)
+            rest = rows.narrow(axis, middle, rows.shape[axis] - middle)
+            if real.is_floating_point() or real.is_complex():
+                first.mul_(FAINT)
+                rest.mul_(LARGE)
+            else:
+                first.copy_(garbage(-PLAIN)(real, first, axis))
+                rest.copy_(garbage(PLAIN)(real, rest, axis))
     return rows
+
+
+def marked(leaf: Tensor, spec: Input, dim: int, some: bool) -> Tensor:
+    """A control as it may be another day: zero nowhere, or in the second half of a dim alone."""
+    top = leaf.double().amax().clamp(min=1).to(leaf.dtype)
+    marks = torch.where(leaf == 0, top, leaf)
+    for axis, d in spec.axes:
+        if some and d == dim:
+            half = (leaf.shape[axis] + 1) // 2
+            marks.narrow(axis, half, leaf.shape[axis] - half).zero_()
+    return marks

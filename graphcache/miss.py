@@ -8,7 +8,7 @@ in the way is a `Fallback`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from graphcache.buckets import parse_buckets
 from graphcache.cache import Entry, Key
-from graphcache.call import Binder, Call, Reading, differences
+from graphcache.call import Binder, Call, Reading, differences, forward_of
 from graphcache.callplan import CallPlan
 from graphcache.capture import Capturer
 from graphcache.dims import DynamicDims
 from graphcache.errors import BucketError, Fallback, Finding, GraphCacheError
 from graphcache.explain import Explanation, ProbeReport
 from graphcache.facts import Facts, Learner
-from graphcache.graphs import Backend, backend_for
+from graphcache.graphs import Backend, backend_for, device_of
 from graphcache.knowledge import Knowledge
 from graphcache.modes import Modes
 from graphcache.padding import head
@@ -52,7 +52,7 @@ class MissPath:
         ledger: Ledger,
     ) -> None:
         self.target = torch.compile(wrapped, dynamic=True) if settings.compile else wrapped
-        self.binder = Binder(_forward_of(wrapped))
+        self.binder = Binder(forward_of(wrapped))
         parameters, open_ended = self.binder.parameters, self.binder.open_ended
         self.dims = DynamicDims(settings.dynamic_shapes, parameters, open_ended)
         if settings.split not in (None, "auto", *self.dims.names):
@@ -88,9 +88,20 @@ class MissPath:
             return SplitPlan(reading, facts, route.dim, route.pieces)
         key = (reading.signature, route.bucket)
         entry = self.store.entry(reading, facts, key, route.why_exact)
-        if route.bucket != reading.sizes and not self.knowledge.trusting:
-            self.store.check_padding(entry, facts, reading)
+        if route.bucket != reading.sizes:
+            self._check_padding(entry, facts, reading)
+            self.store.compare(entry, facts, reading)
         return self._plan(reading, facts, entry)
+
+    def _check_padding(self, entry: Entry, facts: Facts, reading: Reading) -> None:
+        """Try a graph's padding before it is used, at half of its bucket and at the smallest sizes
+        that it serves.
+        """
+        if entry.checked or self.knowledge.trusting:
+            return
+        lowest = facts.at_least(self.buckets.lowest(entry.key[1]), entry.key[1])
+        smallest = self._resized(reading.call, lowest)
+        self.store.check_padding(entry, facts, self.knowledge.read(smallest))
 
     def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         _refuse_gaps(reading, entry)
@@ -160,8 +171,8 @@ class MissPath:
             self._probe_once(call)
         reading, facts = self._known(self._resized(call, bucket))
         entry = self.store.entry_ahead(reading, facts, (reading.signature, bucket))
-        if not (self.buckets.exact or self.knowledge.trusting or facts.unpadded(bucket)):
-            self.store.check_padding(entry, facts)
+        if not (self.buckets.exact or facts.unpadded(bucket)):
+            self._check_padding(entry, facts, reading)
 
     def _probe_once(self, call: Call) -> None:
         """Probe at a small bucket, since a probe runs the module a few dozen times."""
@@ -178,7 +189,7 @@ class MissPath:
         key = (reading.signature, route.bucket)
         entry = self.store.entry_ahead(reading, facts, key)
         if route.bucket != sizes:
-            self.store.check_padding(entry, facts)
+            self._check_padding(entry, facts, reading)
         entry.handed_out = True
         pairs = zip(reading.signature.inputs, entry.inputs, strict=True)
         with plain_modes():
@@ -316,7 +327,7 @@ class MissPath:
     def _choose_backend(self, call: Call) -> None:
         """Find the module's device at first and after a move; refuse a capturing caller."""
         if self._backend is None:
-            device = _device_of(self._module, call.leaves)
+            device = device_of(self._module, call.leaves)
             self._backend = backend_for(device, self._settings.backend)
             self._closing = weakref.finalize(self, self._backend.close)
             self.modes = Modes(self._backend.device)
@@ -338,21 +349,3 @@ def _refuse_gaps(reading: Reading, entry: Entry) -> None:
             if torch.empty_like(given).stride() != given.stride():
                 detail = f"{reading.paths[origin.place]}, which is not dense, may be returned"
                 raise Fallback(Reason.UNSUPPORTED_OUTPUT, detail)
-
-
-def _forward_of(wrapped: Callable[..., Any]) -> Callable[..., Any]:
-    inner = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's wrapper takes *args, **kwargs
-    return inner.forward if isinstance(inner, nn.Module) else inner
-
-
-def _device_of(module: nn.Module | None, leaves: Sequence[Tensor]) -> torch.device:
-    """The one accelerator that the module or the inputs are on, else the CPU.
-
-    Raises:
-        Fallback: `device`, if there are several.
-    """
-    held = [*module.parameters(), *module.buffers()] if module is not None else []
-    devices = {tensor.device for tensor in (*held, *leaves) if tensor.device.type != "cpu"}
-    if len(devices) > 1:
-        raise Fallback(Reason.DEVICE, f"tensors on {', '.join(sorted(map(str, devices)))}")
-    return devices.pop() if devices else torch.device("cpu")

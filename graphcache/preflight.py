@@ -10,7 +10,9 @@ check, and would be refused for it).
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from graphcache.hostreads import noticing_host_reads
 from graphcache.otherweights import Substitutes, standing_in
 from graphcache.reasons import Reason
 from graphcache.signature import Spec, flatten
+from graphcache.stilled import stilled
 from graphcache.storages import is_plain, storage_bytes, storage_id
 from graphcache.trials import as_trial
 
@@ -51,7 +54,8 @@ class Origin(NamedTuple):
 @dataclass(slots=True)
 class Observation:
     """What one trial run did. `written` holds the bytes that the run left in the storages it wrote,
-    before the undo.
+    before the undo; `kept` the storages that it made and that somebody keeps, who is not the
+    caller of its result.
     """
 
     outputs: list[Tensor]
@@ -63,6 +67,7 @@ class Observation:
     origins: list[Origin]
     findings: list[Finding]
     asks_grad: bool
+    kept: list[Any]
 
     @property
     def hazard(self) -> Fallback | None:
@@ -117,9 +122,10 @@ class Observer(TorchDispatchMode):
     about to be written.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], weights: Substitutes) -> None:
+    def __init__(self, inputs: Sequence[Tensor], weights: Substitutes, still: bool) -> None:
         super().__init__()
         self._weights = weights
+        self._still = still
         self.findings: list[Finding] = []
         self.operations = 0
         self.drew = False
@@ -129,14 +135,15 @@ class Observer(TorchDispatchMode):
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.generators: dict[torch.Generator, Tensor] = {}
         self._inputs = {storage_id(tensor): tensor for tensor in inputs}
-        self._made: set[int] = set()
+        self._made: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._weights:
             args, kwargs = _pytree.tree_map_only(Tensor, self._substituted, (args, kwargs))
         self.operations += 1
-        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.drew = self.drew or draws
         tensors = _plain((*args, *kwargs.values()))
         self._look(func, args, kwargs, tensors)
         if not func.name().startswith("aten::lift"):  # how a new torch.tensor(...) announces itself
@@ -145,9 +152,12 @@ class Observer(TorchDispatchMode):
         for tensor in written_tensors(func, args, kwargs):
             self._write(func, tensor)
         refuse_out_of_range(func, args, kwargs)
-        result = func(*args, **kwargs)
+        run = stilled if draws and self._still else _as_it_is
+        result = run(func, args, kwargs)
         outside = self.reads.keys() | self._inputs.keys()
-        self._made.update(key for key in map(storage_id, _plain([result])) if key not in outside)
+        for tensor in _plain([result]):
+            if storage_id(tensor) not in outside:
+                self._made[storage_id(tensor)] = weakref.ref(tensor.untyped_storage())
         return result
 
     def _substituted(self, tensor: Tensor) -> Tensor:
@@ -204,6 +214,16 @@ class Observer(TorchDispatchMode):
     def made(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._made
 
+    def kept_by_others(self, outputs: Sequence[Tensor]) -> list[Any]:
+        """The storages made by the run that live on without being its result's; what only garbage
+        refers to does not count.
+        """
+        ours = set(map(storage_id, outputs))
+        made = [ref for key, ref in self._made.items() if key not in ours]
+        if any(ref() is not None for ref in made):
+            gc.collect()
+        return [storage for storage in (ref() for ref in made) if storage is not None]
+
     def undo(self) -> list[Tensor]:
         """Put back every byte written outside the run; returns what had been left there."""
         left = []
@@ -214,6 +234,10 @@ class Observer(TorchDispatchMode):
         for generator, state in self.generators.items():
             generator.set_state(state)
         return left
+
+
+def _as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _found_in(
@@ -237,6 +261,7 @@ def observe(
     module: nn.Module | None,
     device: torch.device,
     weights: Substitutes | None = None,
+    still: bool = False,
 ) -> Observation:
     """Run once under watch and undo all it did to the module's tensors and attributes and to the
     generators.
@@ -244,6 +269,7 @@ def observe(
     Args:
         run: calls the module on `inputs`, which are the caller's to lose.
         weights: what operations get instead of some of the module's tensors, see `otherweights`.
+        still: take the chance out of random operations, see `stilled`.
 
     Raises:
         Fallback: `unsupported-output`; anything that `run` raises passes through, after the undo.
@@ -251,7 +277,7 @@ def observe(
     slots = Slots(module)
     refuse_iterators(slots)
     attributes, generators = Attributes(slots), RandomStates(device, slots)
-    observer = Observer(inputs, weights or {})
+    observer = Observer(inputs, weights or {}, still)
     outputs: list[Tensor] = []
     try:
         with as_captured():
@@ -286,6 +312,7 @@ def observe(
         origins=origins,
         findings=findings,
         asks_grad=observer.asks_grad,
+        kept=observer.kept_by_others(outputs),
     )
 
 

@@ -12,13 +12,14 @@ assert, which ends the process's CUDA context.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from graphcache.dimtrial import DimTrial
+from graphcache.dimtrial import DimTrial, Run
 from graphcache.errors import Fallback
 from graphcache.garbage import (
     EXTREMES,
@@ -28,6 +29,7 @@ from graphcache.garbage import (
     counted_down,
     extreme,
     garbage,
+    marked,
     telling,
     turned_on,
 )
@@ -39,7 +41,11 @@ from graphcache.signature import Input
 MAX_CONTROLS = 3
 HINT = "name every argument that varies with the dim in `dynamic_shapes`"
 
-Run = Callable[[list[Tensor]], Observation]
+Change = Callable[[Tensor, Input], Tensor]
+
+
+def _as_it_is(leaf: Tensor, spec: Input) -> Tensor:
+    return leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,26 +120,23 @@ class Probe:
                 facts = self._trust(trial)
             else:
                 days = [trial, *self._other_days(dim, real, padded)]
-                facts = self._settle(days, self._faint(trial, dim, real, padded), axes)
+                faint = self._faint(trial, dim, real, padded)
+                between = functools.partial(self._trial, dim, real, padded)
+                facts = self._settle(days, faint, axes, between)
             smallest = 1 if self._holds_at_one(trial, facts, axes, dim, padded) else 2
             return dataclasses.replace(facts, axes=axes, smallest=smallest)
         except Fallback as refusal:
             return DimFacts(False, refusal.detail, refusal.reason, axes=axes)
 
     def _trial(
-        self, dim: int, real: int, padded: int, scale: float = 1, other: bool = False
+        self, dim: int, real: int, padded: int, change: Change = _as_it_is, run: Run | None = None
     ) -> DimTrial:
-        """Trial runs between two sizes of one dim, floats scaled, or as they may be another day."""
+        """Trial runs between two sizes of one dim, of inputs as they are or changed."""
         small = (*self._sizes[:dim], real, *self._sizes[dim + 1 :])
-        leaves = []
-        for leaf, spec in zip(self._leaves, self._inputs, strict=True):
-            if scale != 1 and leaf.is_floating_point():
-                leaf = leaf * scale
-            if other and not spec.axes:
-                leaf = turned_on(leaf)
-            leaves.append(counted_down(leaf, spec, self._sizes, small))
-        run = self._another_day if other and self._another_day is not None else self._run
-        return DimTrial(run, self._inputs, leaves, dim, small, padded)
+        changed = [change(*one) for one in zip(self._leaves, self._inputs, strict=True)]
+        pairs = zip(changed, self._inputs, strict=True)
+        leaves = [counted_down(leaf, spec, self._sizes, small) for leaf, spec in pairs]
+        return DimTrial(run or self._run, self._inputs, leaves, dim, small, padded)
 
     def _holds_at_one(
         self,
@@ -162,7 +165,7 @@ class Probe:
         """
         if not any(map(self._is_float, trial.followers)):
             return []
-        return [self._trial(dim, real, padded, scale=FAINT)]
+        return [self._trial(dim, real, padded, _made_faint)]
 
     def _other_days(self, dim: int, real: int, padded: int) -> list[DimTrial]:
         """One more trial with weights and scalars as they may be another day: a gate that is closed
@@ -172,23 +175,44 @@ class Probe:
         changed = any(turned_on(leaf) is not leaf for leaf, spec in pairs if not spec.axes)
         if self._another_day is None and not changed:
             return []
-        return [self._trial(dim, real, padded, other=True)]
+        return [self._trial(dim, real, padded, _on_another_day, self._another_day)]
 
     def _trust(self, trial: DimTrial) -> DimFacts:
         fills = {i: self._named.get(self._inputs[i].name, REPEAT) for i in trial.followers}
         return DimFacts(True, "not probed", fills=fills, independent=True)
 
     def _settle(
-        self, days: Sequence[DimTrial], faint: Sequence[DimTrial], axes: list[list[OutputAxis]]
+        self,
+        days: Sequence[DimTrial],
+        faint: Sequence[DimTrial],
+        axes: list[list[OutputAxis]],
+        between: Callable[[Change], DimTrial],
     ) -> DimFacts:
         trials = [*days, *faint]
         for controls in self._control_sets(days[0]):
-            if all(self._neutral(trial, controls, axes) for trial in trials):
+            marked = self._marked(days[0], controls, between)
+            if all(
+                self._neutral(trial, controls, axes) for trial in itertools.chain(trials, marked)
+            ):
                 facts = self._facts(trials, controls, axes)
                 apart = facts.independent and all(day.independent(axes) for day in days)
                 return dataclasses.replace(facts, independent=apart)
         coupled = Reason.BATCH_COUPLED if days[0].leading else Reason.PAD_NOT_NEUTRAL
         raise Fallback(coupled, "values in padded rows change real results")
+
+    def _marked(
+        self, trial: DimTrial, controls: dict[int, Fill], between: Callable[[Change], DimTrial]
+    ) -> Iterator[DimTrial]:
+        """Trials of controls held at 0 among real zeros, and where no real one is zero: an id 0 may
+        mean something, and an all-true mask something else.
+        """
+        held = {self._inputs[i].name for i, fill in controls.items() if fill == 0}
+        for some in (True, False) if held else ():
+
+            def change(leaf: Tensor, spec: Input, some: bool = some) -> Tensor:
+                return marked(leaf, spec, trial.dim, some) if spec.name in held else leaf
+
+            yield between(change)
 
     def _neutral(
         self, trial: DimTrial, controls: dict[int, Fill], axes: list[list[OutputAxis]]
@@ -270,10 +294,20 @@ class Probe:
         self, trial: DimTrial, fills: Mapping[int, Fill], axes: list[list[OutputAxis]]
     ) -> bool:
         """Whether floats that no fill is kept for may hold anything in their tails."""
-        runs = (trial.observe(fills, extreme(value)) for value in EXTREMES)
-        first = next(runs)
         plain = trial.observe(fills, garbage(-PLAIN))
-        return trial.agree(first, plain, axes) and all(trial.agree(plain, x, axes) for x in runs)
+        try:
+            runs = (trial.observe(fills, extreme(value)) for value in EXTREMES)
+            return all(trial.agree(plain, run, axes) for run in runs)
+        except Fallback:
+            return False  # of a check for finite values
+
+
+def _made_faint(leaf: Tensor, spec: Input) -> Tensor:
+    return leaf * FAINT if leaf.is_floating_point() else leaf
+
+
+def _on_another_day(leaf: Tensor, spec: Input) -> Tensor:
+    return leaf if spec.axes else turned_on(leaf)
 
 
 def _may_control(spec: Input, named: Mapping[str, Fill]) -> bool:

@@ -7,9 +7,10 @@ capture lock.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from cachetools import LRUCache
@@ -204,30 +205,56 @@ class GraphStore:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise Fallback(Reason.CAPTURE_FAILED, what) from error
 
-    def check_padding(self, entry: Entry, facts: Facts, reading: Reading | None = None) -> None:
+    def check_padding(self, entry: Entry, facts: Facts, smallest: Reading) -> None:
         """Before a graph serves its first padded call. One that fails leaves; its bucket is
         refused.
 
         Args:
             entry: the graph.
             facts: what is known of its signature.
-            reading: the call to compare with eager as well; None ahead of calls.
+            smallest: a call of the smallest sizes that its bucket serves. Whatever changes at one
+                size between there and the bucket shows at one of the two ends.
 
         Raises:
             Fallback: padding changes real results of this graph.
         """
-        if entry.checked and (entry.compared or reading is None):
-            return
+        with self._refusing(entry, facts):
+            self._capturer.check(entry, facts)
+            try:
+                self._capturer.compare(entry, facts, smallest)
+            except (Fallback, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # a size that the module does not take
+                traceback.clear_frames(error.__traceback__)
+                entry.picky = True
+            entry.checked = True
+
+    def compare(self, entry: Entry, facts: Facts, reading: Reading) -> None:
+        """Compare a graph's first padded call with eager, and its first of each size if the module
+        raises at some; else as `check_padding`.
+        """
+        if entry.checked and (entry.picky or not entry.compared):
+            with self._refusing(entry, facts):
+                self._capturer.compare(entry, facts, reading)
+                entry.compared = True
+
+    @contextlib.contextmanager
+    def _refusing(self, entry: Entry, facts: Facts) -> Iterator[None]:
+        """Trial runs of one graph, which leaves if they refuse it."""
         try:
             with CAPTURE_LOCK, self._backend.aside(), plain_modes():
-                self._capturer.check(entry, facts)
-                if reading is not None:
-                    self._capturer.compare(entry, facts, reading)
-                    entry.compared = True
+                yield
         except Fallback as fallback:
             facts.failed[entry.key[1]] = fallback.again()
             del self.graphs[entry.key]
             raise
+        except torch.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            raise Fallback(Reason.OUT_OF_MEMORY, str(error).splitlines()[0]) from error
+        except Exception as error:  # eager raises the same to the caller
+            traceback.clear_frames(error.__traceback__)
+            what = f"a trial run raised {type(error).__name__}: {error}".splitlines()[0]
+            raise Fallback(Reason.CAPTURE_FAILED, what) from error
 
     # Release.
 

@@ -186,12 +186,28 @@ class BySize(nn.Module):
         return x * 2 if len(x) > self.most else x * 3
 
 
-def test_a_branch_on_the_size_is_that_of_the_bucket(device: str) -> None:
-    """Within a bucket, at sizes below those of the probe and of the bucket's first padded call."""
-    cache = GraphCache(BySize(2).to(device), [16])
+class AtOneSize(nn.Module):
+    """Another formula at 5 rows alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if len(x) == 5 else x * 3
+
+
+def test_a_branch_on_one_size_within_a_bucket_is_that_of_the_bucket(device: str) -> None:
+    """Neither at an end of what the bucket serves nor at its first padded call."""
+    cache = GraphCache(AtOneSize().to(device), [16])
     x = rows(12, device)
     assert_same(cache(x), cache.module(x))
-    assert differs(cache(x[:2]), cache.module(x[:2]))  # should be equal!
+    assert differs(cache(x[:5]), cache.module(x[:5]))  # should be equal!
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 11])
+def test_a_branch_on_the_size_shows_at_the_ends_of_a_bucket(device: str, most: int) -> None:
+    """Every graph is compared with eager at the smallest size that its bucket serves."""
+    cache = GraphCache(BySize(most).to(device), [16])
+    x = rows(12, device)
+    for n in (12, most, most + 1, 12):
+        assert_same(cache(x[:n]), cache.module(x[:n]))
 
 
 def test_a_branch_on_the_size_between_two_buckets_is_found(device: str) -> None:

@@ -11,11 +11,11 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 ORDER = [
     "__main__", "cli", "demo", "graphcache", "checking", "runtime", "serving", "miss", "store",
     "knowledge", "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial",
-    "callplan", "cache", "graphs", "preflight", "otherweights", "generators", "watch", "compiled",
-    "attributes", "holdings", "hooks", "call", "garbage", "dims", "shadow", "settings", "report",
-    "tracing", "padding", "hazards", "bounds", "hostreads", "storages", "compare", "modes",
-    "signature", "delegate", "planning", "buckets", "stats", "errors", "frames", "trials",
-    "reasons", "version",
+    "callplan", "cache", "graphs", "preflight", "stilled", "otherweights", "generators",
+    "watch", "compiled", "attributes", "holdings", "hooks", "call", "garbage", "dims", "shadow",
+    "settings", "report", "tracing", "padding", "hazards", "bounds", "hostreads", "storages",
+    "compare", "modes", "signature", "delegate", "planning", "buckets", "stats", "errors",
+    "frames", "trials", "reasons", "version",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -322,7 +322,7 @@ def hooks_not_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 def probe_trusts_everything(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Probe, days: Any, faint: Any, axes: Any) -> DimFacts:
+    def settle(self: Probe, days: Any, *others: Any) -> DimFacts:
         return self._trust(days[0])
 
     patch.setattr(Probe, "_settle", settle)

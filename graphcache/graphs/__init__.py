@@ -7,12 +7,12 @@ Captures happen in this folder only, and nothing is decided here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphcache.errors import Fallback
 from graphcache.reasons import Reason
@@ -97,6 +97,19 @@ class Backend(Protocol):
     def pool_bytes(self) -> int:
         """Reserved bytes of the pool."""
         ...
+
+
+def device_of(module: nn.Module | None, leaves: Sequence[Tensor]) -> torch.device:
+    """The one accelerator that the module or the inputs are on, else the CPU.
+
+    Raises:
+        Fallback: `device`, if there are several.
+    """
+    held = [*module.parameters(), *module.buffers()] if module is not None else []
+    devices = {tensor.device for tensor in (*held, *leaves) if tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        raise Fallback(Reason.DEVICE, f"tensors on {', '.join(sorted(map(str, devices)))}")
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def backend_for(device: torch.device, choice: str) -> Backend:
