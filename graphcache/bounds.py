@@ -1,12 +1,13 @@
-"""Indices out of range, found before the kernel runs.
+"""What a CUDA kernel asserts about its inputs, found before the kernel runs.
 
-On a CUDA device such an index is a device assert, which ends the process's CUDA context: no trial
-of another size may get there. A table of positions shorter than a bucket would be one way, a mask
-that was not padded along with its batch another.
+Such an assert ends the process's CUDA context: no trial of another size, or of garbage, may get
+there. A table of positions shorter than a bucket would be one way, a mask that was not padded along
+with its batch another, garbage taken for a probability a third.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,23 +18,38 @@ Checked = tuple[Tensor, int, int]  # indices, and the range [low, high) that the
 
 _BY_DIM = frozenset(
     {
-        "gather", "index_select", "index_add", "index_copy", "index_fill", "index_reduce",
+        "gather", "index_select", "index_add", "index_copy", "index_reduce",
         "scatter", "scatter_add", "scatter_reduce",
     }
 )  # fmt: skip
 _BY_LIST = frozenset({"index", "index_put", "_index_put_impl", "_unsafe_index"})
 _BY_ROW = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only"})
 _FLAT = frozenset({"take", "put"})
+_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
+# The argument that holds probabilities, if it is a tensor, and whether they may exceed 1.
+_PROBABILITIES = {
+    "bernoulli": ("self", False),
+    "bernoulli_": ("p", False),
+    "binary_cross_entropy": ("self", False),
+    "multinomial": ("self", True),
+    "poisson": ("self", True),
+}
 
 
 def refuse_out_of_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise IndexError if an ATen operation would index out of range. Waits for the device.
+    """Raise if an ATen operation would index out of range, or draw by what is no probability. Waits
+    for the device.
 
     Raises:
-        IndexError: as the operation itself does on the CPU.
+        IndexError: an index, as the operation itself does on the CPU.
+        RuntimeError: a probability, or an assertion of forward, likewise.
     """
-    name = func.name().split(".")[0].removeprefix("aten::").rstrip("_")
+    full = func.name().split(".")[0].removeprefix("aten::")
+    name = full.rstrip("_")
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    if name == "_assert_async" and not bool(given["self"]):
+        raise RuntimeError(str(given.get("assert_msg", "an assertion of forward fails")))
+    _refuse_improbable(full, given)
     for index, low, high in _indices(name, given):
         if index.numel() and index.dtype not in (torch.bool, torch.uint8):
             least, most = (int(bound) for bound in index.aminmax())
@@ -44,6 +60,15 @@ def refuse_out_of_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                 )
 
 
+def _refuse_improbable(name: str, given: dict[str, Any]) -> None:
+    argument, unbounded = _PROBABILITIES.get(name, ("", False))
+    values = given.get(argument)
+    if isinstance(values, Tensor) and values.numel():
+        least, most = (float(bound) for bound in values.aminmax())
+        if not (least >= 0 and (most <= 1 or (unbounded and most < math.inf))):
+            raise RuntimeError(f"{name}: {least} to {most} are no probabilities")
+
+
 def _indices(name: str, given: dict[str, Any]) -> Iterator[Checked]:
     if name in _BY_ROW:
         yield given["indices"], 0, len(given["weight"])
@@ -51,11 +76,22 @@ def _indices(name: str, given: dict[str, Any]) -> Iterator[Checked]:
         table = given["self"]
         size = table.shape[given["dim"]] if table.dim() else 1
         yield given["index"], 0, size
+    elif name == "index_fill":
+        size = given["self"].shape[given["dim"]] if given["self"].dim() else 1
+        yield given["index"], -size, size
+    elif name in _LOSSES:
+        targets = given["target"]
+        yield targets[targets != given["ignore_index"]], 0, given["self"].shape[-1 - _images(name)]
     elif name in _FLAT:
         size = given["self"].numel()
         yield given["index"], -size, size
     elif name in _BY_LIST:
         yield from _listed(given["self"], given["indices"])
+
+
+def _images(name: str) -> int:
+    """How many axes follow that of the classes."""
+    return 2 if name.startswith("nll_loss2d") else 0
 
 
 def _listed(table: Tensor, indices: list[Tensor | None]) -> Iterator[Checked]:

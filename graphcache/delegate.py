@@ -8,11 +8,18 @@ class may have overridden it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+# Methods of nn.Module that a class may override; those of the second kind return the module.
+_ASKING = ("parameters", "named_parameters", "buffers", "named_buffers", "zero_grad", "extra_repr")
+_CHANGING = (
+    "train", "eval", "to", "to_empty", "cpu", "cuda", "type", "half", "float", "double", "bfloat16",
+    "requires_grad_", "share_memory",
+)  # fmt: skip
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -65,12 +72,6 @@ class Delegate(nn.Module):
         else:
             delattr(inner, name)
 
-    def train(self, mode: bool = True) -> Any:
-        if self._inner is None:
-            return super().train(mode)
-        self._inner.train(mode)
-        return self
-
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         if self._inner is not None:
             self._inner.apply(fn)
@@ -103,3 +104,21 @@ class Delegate(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         if self._inner is not None:
             self._inner._load_from_state_dict(*args, **kwargs)
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    """nn.Module's method, called on the inner module if there is one."""
+    plain = getattr(nn.Module, name)
+
+    @functools.wraps(plain)
+    def method(self: Delegate, *args: Any, **kwargs: Any) -> Any:
+        if self._inner is None:
+            return plain(self, *args, **kwargs)
+        result = getattr(self._inner, name)(*args, **kwargs)
+        return self if name in _CHANGING else result
+
+    return method
+
+
+for _name in (*_ASKING, *_CHANGING):
+    setattr(Delegate, _name, _passed_on(_name))

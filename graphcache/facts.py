@@ -295,7 +295,7 @@ class Learner:
         except (Fallback, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            what = f"{type(error).__name__} at another size: {error}".splitlines()[0]
+            what = f"other sizes or values raise {type(error).__name__}: {error}".splitlines()[0]
             raise Fallback(Reason.PAD_NOT_NEUTRAL, f"{what}; {HINT}") from error
         if seen.hazard is not None:
             raise seen.hazard.again()

@@ -33,6 +33,7 @@ class RandomStates:
     ) -> None:
         self._device = device
         self._torch = self._torch_states()
+        self._seed = torch.initial_seed()
         self._alone = threading.active_count() == 1 if alone is None else alone
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._held = list(_held_generators(slots)) if slots is not None else []
@@ -55,6 +56,8 @@ class RandomStates:
         """
         state: Any = np.random.get_state()
         before: Any = self._numpy
+        if torch.initial_seed() != self._seed:
+            return "torch's default generator, which it seeds"
         if any(not _equal(get(), kept) for get, _, kept in self._held):
             return "a generator of its own"
         if self._alone and random.getstate() != self._python:

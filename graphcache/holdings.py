@@ -4,8 +4,11 @@ may read a value from.
 
 from __future__ import annotations
 
+import contextvars
+import enum
 import functools
 import itertools
+import threading
 import types
 import weakref
 from collections import deque
@@ -66,11 +69,13 @@ def _hidden(module: nn.Module, seen: set[int]) -> list[nn.Module]:
     return found
 
 
-def _holders(module: nn.Module) -> Iterator[dict[str, Any]]:
+def _holders(module: nn.Module) -> Iterator[MutableMapping[str, Any]]:
     own = vars(module)
     yield own
     inner = (own.get(name) for name in ("_parameters", "_buffers", "_modules"))
     yield from (holder for holder in inner if isinstance(holder, dict))  # TorchScript has others
+    if any(map(_slots, type(module).__mro__)):
+        yield Slotted(module)
 
 
 class Slotted(MutableMapping[str, Any]):
@@ -158,15 +163,26 @@ class Slots:
                     if own and name not in derived:
                         self.places.append((holder, name, value))
                         inside.append(value)
-        self.classes = {kind: _class_values(kind) for kind in _classes(modules)}
-        for kind, values in self.classes.items():
-            self.containers.append(vars(kind))
-            self.places += [(self.containers[-1], name, value) for name, value in values.items()]
-            inside += values.values()
+        self.classes: dict[type, dict[str, Any]] = {}
+        for module in modules:
+            self._look_at_class(type(module))
         for value in inside:
             self._look_into(value, _DEPTH)
 
+    def _look_at_class(self, kind: type) -> None:
+        """What a user's class and its bases hold, which their objects read as their own."""
+        for base in kind.__mro__:
+            if base not in self.classes and _is_users(base) and not issubclass(base, enum.Enum):
+                self.classes[base] = _class_values(base)
+                holder = vars(base)
+                self.containers.append(holder)
+                self.places += [(holder, n, value) for n, value in self.classes[base].items()]
+                for value in self.classes[base].values():
+                    self._look_into(value, _DEPTH)
+
     def _look_into(self, value: Any, depth: int) -> None:
+        if depth and not issubclass(type(value), (*_CONTAINERS, nn.Module, Tensor)):
+            self._look_at_class(value if isinstance(value, type) else type(value))
         for holder in _opened(value):
             key = id(value) if isinstance(holder, (Slotted, Underneath)) else id(holder)
             if depth == 0 or key in self._seen or self._inside >= _MOST_INSIDE:
@@ -187,9 +203,10 @@ def _internal(module: nn.Module) -> frozenset[str]:
     return _INTERNAL - {"_modules"} if replaced else _INTERNAL
 
 
-_CODE = (type, nn.Module, Tensor, types.FunctionType, types.ModuleType)
+_CODE = (type, nn.Module, Tensor, types.ModuleType)
 _CONTAINERS = (list, tuple, deque, dict, types.MappingProxyType)
 _READING = ("__len__", "__getitem__", "__iter__", "items")
+_LOCAL = (contextvars.ContextVar, threading.local)  # another value in each context or thread
 _OURS = frozenset({"torch", "builtins", "typing", "abc", "graphcache"})
 _BUSY = frozenset({"_io", "asyncio", "concurrent", "io", "logging", "multiprocessing", "threading"})
 
@@ -205,9 +222,11 @@ def _opened(value: Any) -> list[Any]:
         return [(value.func,), value.args, value.keywords]
     if kind is types.MethodType:
         return [(value.__self__,)]
+    if kind is types.FunctionType:
+        return [value.__dict__] if value.__dict__ else []
     if kind is weakref.ref:
         return [(value(),)]
-    if issubclass(kind, _CODE) or not _is_users(kind):
+    if issubclass(kind, (*_CODE, *_LOCAL)) or not _is_users(kind):
         return []
     try:
         own = value.__dict__
@@ -237,12 +256,6 @@ def _is_users(kind: type) -> bool:
     """
     where = kind.__module__
     return where.split(".")[0] not in _OURS | _BUSY or where.startswith("torch.distributions.")
-
-
-def _classes(modules: list[nn.Module]) -> list[type]:
-    """The users' classes among those of the modules and their bases."""
-    found = (kind for module in modules for kind in type(module).__mro__)
-    return [kind for kind in dict.fromkeys(found) if _is_users(kind)]
 
 
 def _class_values(kind: type) -> dict[str, Any]:

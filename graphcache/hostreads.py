@@ -67,7 +67,11 @@ def _draws(owner: Any, example: Any) -> list[tuple[Any, str, Reason, str]]:
     ]
 
 
-_DRAWS = (*_draws(random, random.random), *_draws(np.random, np.random.rand))
+_DRAWS = (
+    *_draws(random, random.random),
+    *_draws(np.random, np.random.rand),
+    (np.random, "default_rng", Reason.GENERATOR, "numpy.random.default_rng()"),
+)
 # Work for another thread, where no trial sees it, and which may wait for what this thread holds.
 _HAND_OVERS = (
     (threading.Thread, "start"),

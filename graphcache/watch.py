@@ -15,7 +15,9 @@ in the old one.
 from __future__ import annotations
 
 import array
+import contextvars
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
+from torch.nn.utils import parametrize
 
 from graphcache.errors import Fallback
 from graphcache.holdings import Slots, caches, is_lazy
@@ -39,7 +42,7 @@ class Watch:
     """Compares a module with what it was at the last `refresh()`.
 
     `state` numbers the module's present mode; it is part of every signature. `moves` counts the
-    moves seen. `hooked` names the first submodule with a hook that a replay would skip.
+    moves seen. `hooked` says which hook a replay would skip.
     """
 
     def __init__(self, module: nn.Module | None) -> None:
@@ -79,12 +82,17 @@ class Watch:
         empty = [holder for holder in containers if not holder]
         self._empty = [*GLOBAL_HOOKS, *(vars(m)[kind] for m, kind in hooks), *empty]
         self._collectors = collectors(modules)
-        self._rarities = bool(self._scripts or self._contents or self._collectors)
-        self.hooked = next((type(m).__name__ for m, kind in hooks if vars(m)[kind]), None)
+        self._parametrized = any("parametrizations" in vars(m).get("_modules", ()) for m in modules)
+        rare = (self._scripts, self._contents, self._collectors, self._parametrized)
+        self._rarities = any(map(bool, rare))
+        names = (type(m).__name__ for m, kind in hooks if vars(m)[kind])
+        self.hooked = next((f"{name} has forward hooks" for name in names), None)
         if any(GLOBAL_HOOKS):
-            self.hooked = "every module"
+            self.hooked = "every module has forward hooks"
         if any(collector.get() is not None for collector in self._collectors):
-            self.hooked = "a model around this one, which collects outputs of its layers,"
+            self.hooked = "a model around this one collects outputs of its layers"
+        if self._parametrized and parametrize._cache_enabled:
+            self.hooked = "parametrize.cached() keeps values of parametrized weights"
         self.state = self._number(modules, slots)
         self._note_move([id(module) for module in modules])
 
@@ -181,6 +189,7 @@ class Watch:
             (bool(self._scripts) and _script_state(self._scripts) != self._script)
             or any(_contents(live) != kept for live, kept in self._contents)
             or any(collector.get() is not None for collector in self._collectors)
+            or (self._parametrized and parametrize._cache_enabled > 0)
         )
 
     def needs_grad(self) -> bool:
@@ -199,7 +208,9 @@ def _script_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 
 
 _MOST_GUARDS = 4
-_UNORDERED = frozenset({set, deque, np.ndarray, bytearray, array.array})
+_UNORDERED = frozenset(
+    {set, np.ndarray, bytearray, array.array, contextvars.ContextVar, threading.local}
+)
 _MOST_BYTES = 1 << 14
 
 
@@ -209,16 +220,19 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _contents(value: Any) -> Any:
-    """What lies in a set, a deque, bytes or a small array, to compare; of a large array its
-    address.
+    """What lies in a set, bytes or a small array, to compare; of a large array its address; the
+    value of a context or a thread.
     """
+    if isinstance(value, contextvars.ContextVar):
+        return _comparable(value.get(None))
+    if isinstance(value, threading.local):
+        return tuple((name, _comparable(inner)) for name, inner in vars(value).items())
     if isinstance(value, (bytearray, array.array)):
         return bytes(value)
     if isinstance(value, np.ndarray):
         small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
         return value.shape, value.dtype, value.tobytes() if small else value.ctypes.data
-    inside = map(_comparable, value)
-    return frozenset(inside) if isinstance(value, set) else tuple(inside)
+    return frozenset(map(_comparable, value))
 
 
 class _Same:
@@ -258,7 +272,7 @@ def _comparable(value: Any) -> Any:
 def refuse_hooks(watch: Watch) -> None:
     """Raise the `hooks` fallback if a replay would skip a hook."""
     if watch.hooked is not None:
-        raise Fallback(Reason.HOOKS, f"{watch.hooked} has forward hooks")
+        raise Fallback(Reason.HOOKS, watch.hooked)
 
 
 def refuse_state(watch: Watch) -> None:

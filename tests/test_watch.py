@@ -208,7 +208,7 @@ class TestHooks:
         handle = getattr(module[2], kind)(lambda *args: None)
         assert not watch.same()
         watch.refresh()
-        assert watch.hooked == "Linear"
+        assert watch.hooked == "Linear has forward hooks"
         with pytest.raises(Fallback, match="hooks: Linear has forward hooks"):
             refuse_hooks(watch)
         handle.remove()
