@@ -157,9 +157,18 @@ def weighted(rows: Tensor, spec: Input, dim: int, middle: int) -> Tensor:
                 first.mul_(FAINT)
                 rest.mul_(LARGE)
             else:
-                first.copy_(garbage(-PLAIN)(real, first, axis))
-                rest.copy_(garbage(PLAIN)(real, rest, axis))
+                kept = real.narrow(axis, 0, 1)
+                other = unlike(real, axis)
+                first.copy_(kept)
+                rest.copy_(_other(kept) if other is None else real.narrow(axis, other, 1))
     return rows
+
+
+def _other(row: Tensor) -> Tensor:
+    """Another row where all are equal: flags the other way round, the index 0, which any table
+    has.
+    """
+    return row.logical_not() if row.dtype is torch.bool else torch.zeros_like(row)
 
 
 def marked(leaf: Tensor, spec: Input, dim: int, some: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Indices out of range are found before the kernel runs."""
+"""What a CUDA kernel asserts is found before the kernel runs."""
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ def ints(*values):
 
 # Each takes an index that is in range as 3 and out of range as 4 along the first axis of TABLE.
 OPERATIONS = {
+    "nll_loss": lambda i: nn.functional.nll_loss(TABLE.T[:2].log_softmax(1), i),
     "index": lambda i: TABLE[i],
     "index, second axis": lambda i: TABLE.T[:, i],
     "two indices": lambda i: TABLE[i, ints(2, 0)],
@@ -93,3 +94,52 @@ def test_a_bucket_beyond_the_table_of_positions_is_refused_not_run():
             torch.testing.assert_close(cache(x), net(x))
     assert cache.stats().replays + cache.stats().captures >= 1
     assert set(cache.stats().fallbacks) <= {"capture-failed", "pad-not-neutral"}
+
+
+P = torch.tensor([[0.25, 0.5, 1.0]])
+# Each takes what may be a probability, or is none.
+DRAWS = {
+    "bernoulli": lambda p: p.bernoulli(),
+    "bernoulli_, by a tensor": lambda p: torch.zeros(1, 3).bernoulli_(p),
+    "multinomial": lambda p: p.multinomial(1),
+    "poisson": lambda p: torch.poisson(p),
+    "binary_cross_entropy": lambda p: nn.functional.binary_cross_entropy(p, torch.ones(1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("wrong", [-0.5, torch.nan, torch.inf])
+def test_what_is_no_probability_raises(name, wrong):
+    """As the operation itself does on the CPU, with a text of ours."""
+    with Guard():
+        DRAWS[name](P)
+    with Guard(), pytest.raises(RuntimeError, match="are no probabilities"):
+        DRAWS[name](P * wrong)
+
+
+def test_dropout_fills_memory_that_may_hold_anything():
+    """Its probability is a number; what was in the memory is nobody's."""
+    with Guard():
+        torch.full((3,), torch.nan).bernoulli_(0.5)
+        torch.full((3,), torch.nan).bernoulli_()
+        nn.functional.dropout(P, 0.5, training=True)
+
+
+def test_an_assertion_of_forward_raises():
+    with Guard():
+        torch._assert_async(torch.tensor(True))
+    with Guard(), pytest.raises(RuntimeError, match="rows must be positive"):
+        torch._assert_async(torch.tensor(False), "rows must be positive")
+
+
+def test_rows_that_must_be_probabilities_are_padded_by_such(device):
+    """Garbage would be none; rows of the call are."""
+
+    class Choice(nn.Module):
+        def forward(self, x):
+            return nn.functional.binary_cross_entropy(x.sigmoid(), x.sigmoid(), reduction="none")
+
+    cache, x = GraphCache(Choice().to(device), [8]), torch.randn(5, 3, device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(cache(x), cache.module(x))
+    assert cache.stats().eager == 0

@@ -1,13 +1,19 @@
 """The operations that a capture cannot hold, told before they run."""
 
 import contextlib
+import copy
+import io
+import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphcache import GraphCache
 from graphcache.hazards import operation_hazard, written_tensors
 from graphcache.hostreads import noticing_host_reads
 from graphcache.reasons import Reason
@@ -59,6 +65,22 @@ COPY = {
     "numpy": lambda: X.numpy(),
     "dlpack": lambda: X.__dlpack__(),
 }
+SYNC |= {
+    "tensor of a list of tensors": lambda: torch.tensor([X.max(), 1.0]),
+    "tensor of lists of tensors": lambda: torch.tensor([[X.max()], [1.0]]),
+    "as_tensor of tensors": lambda: torch.as_tensor((X.max(), X.min())),
+    "new_tensor of tensors": lambda: X.new_tensor([X.max()]),
+    "tensor_split by a tensor": lambda: torch.tensor_split(X, torch.tensor([1]), 1),
+    "x.tensor_split by a tensor": lambda: X.tensor_split(torch.tensor(2)),
+    "apply_": lambda: X.clone().apply_(abs),
+    "map_": lambda: X.clone().map_(X, max),
+}
+COPY |= {
+    "pickle": lambda: pickle.dumps(X),
+    "torch.save": lambda: torch.save(X, io.BytesIO()),
+    "new_tensor": lambda: X.new_tensor([1.0, 2.0]),
+    "tensor for x.device": lambda: torch.tensor([1.0], device=X.device),
+}
 DYNAMIC = {
     "nonzero": lambda: X.nonzero(),
     "where of one argument": lambda: torch.where(X > 0),
@@ -89,6 +111,9 @@ NONE = {
     "to(dtype)": lambda: X.to(torch.float64),
     "to(x.device)": lambda: X.to(X.device),
     "softmax": lambda: X.softmax(-1),
+    "tensor of numbers": lambda: torch.tensor([1.0, 2.0]),
+    "tensor_split by numbers": lambda: torch.tensor_split(X, [1], 1),
+    "deepcopy": lambda: copy.deepcopy(X),
     "embedding": lambda: F.embedding(torch.tensor([1]), X),
     "sort and topk": lambda: (X.sort(), X.topk(1)),
     "attention": lambda: F.scaled_dot_product_attention(X[None], X[None], X[None]),
@@ -219,3 +244,30 @@ def test_pure_operations_write_nothing():
     with Listing() as seen:
         (X @ X).view(-1)[1:].sum()
     assert seen.written == []
+
+
+@pytest.mark.parametrize("swallow", [False, True])
+@pytest.mark.parametrize(
+    "hand_over",
+    [
+        lambda x, pool: ThreadPoolExecutor(1).submit(x.mul, 2).result(),
+        lambda x, pool: pool.apply(x.mul, (2,)),
+        lambda x, pool: pool.map(x.mul, [2])[0],
+    ],
+    ids=["an executor", "a pool", "a pool's map"],
+)
+def test_work_handed_to_another_thread_is_refused_though_forward_catches_all(hand_over, swallow):
+    """Its `except Exception` gets our refusal too; the finding stays."""
+
+    def forward(x):
+        try:
+            return hand_over(x, pool)
+        except Exception:
+            if not swallow:
+                raise
+            return x * 0
+
+    cache = GraphCache(forward, [8])
+    with torch.no_grad(), ThreadPool(1) as pool:
+        torch.testing.assert_close(cache(X), X * 2)
+    assert cache.stats().fallbacks == {"opaque-code": 1}

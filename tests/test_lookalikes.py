@@ -185,3 +185,24 @@ def test_a_quantised_tensor_runs_eagerly():
         x = torch.quantize_per_tensor(torch.ones(3, 4) * k, 0.1, 0, torch.quint8)
         torch.testing.assert_close(cache(x), function(x))
     assert cache.stats().eager == 2
+
+
+def test_one_tensor_passed_twice_is_not_two(device):
+    """`a is b` in forward, at every place of the arguments."""
+
+    def forward(a, b, c=None):
+        return a * 2 if a is b else a * 3 if a is c else a + b
+
+    x, y = ones(device), ones(device) * 2
+    serves(forward, ((x, x), {}), ((x, y), {}), ((x, y), {"c": x}), ((x, y), {"c": y}))
+
+
+def test_self_attention_stays_self_attention(device):
+    """nn.MultiheadAttention asks whether its key is its query."""
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True).to(device).eval()
+    cache = GraphCache(module, [4, 8])
+    x, y = (torch.randn(3, 5, 8, device=device) for _ in range(2))
+    for args in ((x, x, x), (x, y, y), (x, y, x), (y, x, x)):
+        for ours, theirs in zip(cache(*args), module(*args), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert (cache.stats().eager, cache.stats().graphs) == (0, 3)

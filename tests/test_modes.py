@@ -680,3 +680,31 @@ class TestKey:
             with torch.autocast("cpu", dtype=dtype):
                 found.add(modes())
         assert len(found) == 2
+
+
+def test_a_module_that_asks_for_gradients_is_answered_as_by_eager(device):
+    """A graph answers no: calls with gradients enabled get none, others do."""
+
+    def forward(x):
+        return x * 2 if torch.is_grad_enabled() else x * 3
+
+    cache, x = GraphCache(forward, [8]), torch.ones(3, 4, device=device)
+    for _ in range(2):
+        torch.testing.assert_close(cache(x), x * 2)
+        with torch.no_grad():
+            torch.testing.assert_close(cache(x), x * 3)
+    assert cache.stats().fallbacks == {"grad": 2}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_module_that_asks_for_inference_mode_is_answered_as_by_eager(mode, device):
+    """Calls in it share graphs with others, so there is none."""
+
+    def forward(x):
+        return x * 2 if torch.is_inference_mode_enabled() else x * 3
+
+    cache, x = GraphCache(forward, [8]), torch.ones(3, 4, device=device)
+    for context in (mode, torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(cache(x), forward(x))
+    assert cache.stats().fallbacks == {"opaque-code": 3}

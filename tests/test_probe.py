@@ -189,6 +189,40 @@ NEUTRAL = {
     "z @ z.T without softmax": (Gram, lambda: (rows(),), None, [16], "batch", {}),
 }
 
+
+@pytest.mark.parametrize("some", [[1, 2], [0, 1]], ids=["ids from 1", "ids from 0"])
+def test_ids_whose_zero_is_an_id_are_no_mask(some, device):
+    """Segments: padded entries of id 0 would be a segment's, whatever the first call holds."""
+
+    def by_segment(x, ids):
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=ids[:, :, None] == ids[:, None])
+
+    dims = ({0: "batch", 1: "seq"},) * 2
+    cache = GraphCache(by_segment, {"batch": [2], "seq": [8]}, dynamic_shapes=dims)
+    a, b = some
+    first = torch.tensor([[a, a, b, b, b], [a, b, b, b, b]], device=device)
+    x = torch.randn(2, 5, 4, device=device)
+    with torch.no_grad():
+        for ids in (first, torch.zeros_like(first), first.flip(1)):
+            torch.testing.assert_close(cache(x, ids), by_segment(x, ids))
+    assert cache.probe(x, first).dims["seq"].neutral is False
+
+
+def test_a_mask_that_must_be_all_true_is_none(device):
+    """One that is false somewhere hides what the padding of another does."""
+
+    def if_all(x, mask):
+        return torch.where(mask.all(1, keepdim=True), x.cumsum(1), x * 0)
+
+    dims = ({0: "batch", 1: "seq"},) * 2
+    cache = GraphCache(if_all, {"batch": [2], "seq": [8]}, dynamic_shapes=dims)
+    x, mask = torch.randn(2, 5, device=device), torch.ones(2, 5, dtype=torch.bool, device=device)
+    mask[:, 3] = False
+    with torch.no_grad():
+        for keep in (mask, torch.ones_like(mask), mask):
+            torch.testing.assert_close(cache(x, keep), if_all(x, keep))
+
+
 COUPLED, NOT_NEUTRAL = Reason.BATCH_COUPLED, Reason.PAD_NOT_NEUTRAL
 # name: module, arguments, dynamic_shapes, buckets, dim, reason
 NOT = {

@@ -35,6 +35,49 @@ def test_a_branch_on_size_one_is_seen_by_the_probe(buckets, verify):
     assert cache.stats().splits == 0
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 2)[:, :4],
+        lambda x: torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4)),
+        lambda x: x / min(4, x.shape[1]),
+        lambda x: x[:, -4:],
+        lambda x: x * torch.full((1,), min(4.0, x.shape[1]), device=x.device),
+    ],
+    ids=["at most 4", "multiples of 4", "by at most 4", "the last 4", "a number up to 4"],
+)
+@pytest.mark.parametrize("first", [4, 8, 10])
+def test_a_result_that_follows_a_size_in_part_only(function, first, device):
+    """Linear between the sizes of the probe and of the first call, and not below them."""
+    cache = GraphCache(
+        function, {"b": [4], "s": [8, 16]}, dynamic_shapes=({0: "b", 1: "s"},), backend="auto"
+    )
+    x = torch.randn(3, 16, 5, device=device)
+    for n in (first, 1, 2, 3, 5, 4, 7, 8, 9, 13):
+        torch.testing.assert_close(cache(x[:, :n]), function(x[:, :n]))
+
+
+def test_a_plain_value_that_follows_a_size_in_part_only():
+    """Of the same type and value at both sizes of the probe."""
+    cache = GraphCache(lambda x: (x * 2, min(4, len(x))), [8])
+    for n in (5, 6, 3, 2):
+        assert cache(torch.ones(n, 4))[1] == min(4, n)
+
+
+def test_a_size_that_the_module_refuses_is_refused():
+    """What eager raises at some sizes of a bucket is raised, though the graph would serve them."""
+    cache = GraphCache(
+        lambda x: x * x[:, 5:6], {"b": [4], "s": [8]}, dynamic_shapes=({0: "b", 1: "s"},)
+    )
+    for n in (8, 7, 3, 6, 2):
+        x = torch.randn(3, n)
+        if n > 5:
+            torch.testing.assert_close(cache(x), x * x[:, 5:6])
+        else:
+            with pytest.raises(RuntimeError):
+                cache(x)
+
+
 def test_a_branch_above_every_bucket_shows_at_the_first_cut():
     """Each piece takes the branch of small sizes, and the whole call the other."""
     branch = above(8)

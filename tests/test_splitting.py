@@ -130,6 +130,41 @@ def test_what_must_not_be_split_is_not(module):
     assert cache.stats().splits == 0
 
 
+def test_flags_and_ids_that_couple_rows_are_not_cut(device):
+    """Whatever the first call holds: all flags false, all ids one."""
+
+    def any_flag(x, flags):
+        return torch.where(flags.any(), x * 2, x)
+
+    def largest(x, ids):
+        return x * ids.max()
+
+    x = torch.randn(12, 3, device=device)
+    flags = torch.zeros(12, dtype=torch.bool, device=device)
+    ids = torch.full((12,), 3, device=device)
+    with torch.no_grad():
+        for function, first in ((any_flag, flags), (largest, ids)):
+            cache = GraphCache(function, [4, 8], dynamic_shapes=({0: "b"}, {0: "b"}))
+            cache(x, first)
+            other = first.clone()
+            other[0] = 1
+            torch.testing.assert_close(cache(x, other), function(x, other))
+            assert cache.stats().splits == 0
+
+
+def test_a_tensor_passed_twice_is_cut_once(device):
+    """In each piece the two arguments are one tensor, as in the call."""
+
+    def same(a, b):
+        return a * 2 if a is b else a + b * 3
+
+    cache, x = GraphCache(same, [4]), torch.randn(10, 3, device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(cache(x, x), x * 2)
+        torch.testing.assert_close(cache(x, x.clone()), x * 4)
+    assert (cache.stats().splits, cache.stats().eager) == (2, 0)
+
+
 def test_splitting_may_be_switched_off():
     """split=None: `over-max`."""
     cache = GraphCache(nn.Linear(3, 3).eval(), [4], split=None)

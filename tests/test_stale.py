@@ -1,8 +1,14 @@
 """Changes that a graph must not outlive, whatever the cache's answer is: compared with a twin."""
 
+import array
 import collections
+import contextvars
 import dataclasses
+import functools
+import threading
 import types
+import weakref
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -176,10 +182,41 @@ class Scale(nn.Module):
         super().__init__()
         self.k = 2.0
 
+    def forward_like(self):
+        return self.k
+
 
 @dataclasses.dataclass(slots=True)
 class Slotted:
     k: float = 2.0
+
+
+class WithDict(Slotted):
+    """Slots of its base, and a dict of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = 1.0
+
+
+class Classed:
+    """What it holds, its class holds."""
+
+    k = 2.0
+
+
+class Locked(dict):
+    """Written to by the ways of dict alone."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("locked")
+
+    def items(self):
+        raise TypeError("locked")
+
+
+def times(x, k=2.0):
+    return x * k
 
 
 class Holder(nn.Module):
@@ -202,6 +239,22 @@ def first(held):
     return held[0]
 
 
+def copied(function, **attributes):
+    """A function with attributes of its own."""
+    other = types.FunctionType(function.__code__, globals())
+    other.__dict__.update(attributes)
+    return other
+
+
+def local(**attributes):
+    made = threading.local()
+    made.__dict__.update(attributes)
+    return made
+
+
+KEPT, DICTS = [], []  # what nothing but a weak reference, or a view, holds
+
+
 HELD = {
     "a module in a list": (lambda: [Scale()], *k_of(first)),
     "a module in a tuple": (lambda: (Scale(),), *k_of(first)),
@@ -212,6 +265,75 @@ HELD = {
     "an object with slots in a list": (lambda: [Slotted()], *k_of(first)),
     "a set": (set, lambda held: 5.0 if held else 2.0, lambda held: held.add(1)),
     "a set of as many": (lambda: {2.0}, sum, lambda held: (held.clear(), held.add(5.0))),
+    "an object with slots of its base": (WithDict, *k_of(lambda held: held)),
+    "a module in an ordered dict": (
+        lambda: collections.OrderedDict(a=Scale()),
+        *k_of(lambda held: held["a"]),
+    ),
+    "a module in an object": (
+        lambda: types.SimpleNamespace(a=Scale()),
+        *k_of(lambda held: held.a),
+    ),
+    "a module by a bound method": (
+        lambda: Scale().forward_like,
+        lambda held: held.__self__.k,
+        lambda held: setattr(held.__self__, "k", 5.0),
+    ),
+    "a module by a weak reference": (
+        lambda: weakref.ref(KEPT[-1]) if KEPT.append(Scale()) is None else None,
+        *k_of(lambda held: held()),
+    ),
+    "a partial": (
+        lambda: functools.partial(times, 1.0, k=2.0),
+        lambda held: held(),
+        lambda held: held.keywords.update(k=5.0),
+    ),
+    "the class of an object": (
+        lambda: type("Mine", (Classed,), {})(),
+        lambda held: held.k,
+        lambda held: setattr(type(held), "k", 5.0),
+    ),
+    "a class": (lambda: type("Mine", (Classed,), {}), *k_of(lambda held: held)),
+    "a class of another": (
+        lambda: type("Mine", (Classed,), {}),
+        lambda held: held.k,
+        lambda held: setattr(held, "k", 5.0),
+    ),
+    "a locked dict": (
+        lambda: Locked(k=2.0),
+        lambda held: held["k"],
+        lambda held: dict.__setitem__(held, "k", 5.0),
+    ),
+    "a read-only dict": (
+        lambda: types.MappingProxyType(DICTS[-1]) if DICTS.append({"k": 2.0}) is None else None,
+        lambda held: held["k"],
+        lambda held: [d.update(k=5.0) for d in DICTS],
+    ),
+    "bytes": (lambda: bytearray(b"\2"), first, lambda held: held.__setitem__(0, 5)),
+    "an array of numbers": (
+        lambda: array.array("d", [2.0]),
+        first,
+        lambda held: held.__setitem__(0, 5.0),
+    ),
+    "a distribution": (
+        lambda: torch.distributions.Normal(2.0, 1.0),
+        lambda held: held.loc,
+        lambda held: setattr(held, "loc", torch.tensor(5.0)),
+    ),
+    "a function's attribute": (
+        lambda: copied(times, k=2.0),
+        lambda held: held.k,
+        lambda held: setattr(held, "k", 5.0),
+    ),
+    "a context's value": (
+        lambda: contextvars.ContextVar("k", default=2.0),
+        lambda held: held.get(),
+        lambda held: held.set(5.0),
+    ),
+    "a thread's value": (
+        lambda: local(k=2.0),
+        *k_of(lambda held: held),
+    ),
     "a deque": (
         lambda: collections.deque([1.0, 2.0], maxlen=2),
         lambda held: held[0],
@@ -232,6 +354,108 @@ def test_what_lies_inside_what_a_module_holds_is_watched(name, device):
         lambda: Holder(make(), read), lambda m: change(m.held), torch.ones(3, 4), device=device
     )
     assert (cache.stats().captures, cache.stats().eager) == (2, 0)
+
+
+def test_a_module_that_is_an_unregistered_attribute_is_watched(device):
+    """`self.__dict__` and `object.__setattr__` keep it from nn.Module's eyes."""
+
+    class Unregistered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.__dict__["inner"] = nn.Linear(4, 4).to(device)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    def change(m):
+        m.inner.weight = nn.Parameter(torch.ones(4, 4, device=device), requires_grad=False)
+
+    follows(Unregistered, change, torch.ones(3, 4), device=device)
+
+
+def test_the_class_of_a_submodule_is_watched(device):
+    """`module.__class__ = ...`, as parametrizations and quantisers do."""
+
+    class Plain(nn.Linear):
+        pass
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    def change(m):
+        m[0].__class__ = Doubled
+
+    follows(lambda: nn.Sequential(Plain(4, 4)), change, torch.ones(3, 4), device=device)
+
+
+@pytest.mark.parametrize("form", [dict, list])
+def test_what_lies_in_a_container_of_the_class_is_watched(form, device):
+    key = "k" if form is dict else 0
+
+    class ByClass(nn.Module):
+        held: ClassVar = {"k": 2.0} if form is dict else [2.0]
+
+        def forward(self, x):
+            return x * self.held[key]
+
+    cache, x = GraphCache(ByClass().to(device), [8]), torch.ones(3, 4, device=device)
+    cache(x)
+    ByClass.held[key] = 5.0
+    torch.testing.assert_close(cache(x), x * 5)
+    assert (cache.stats().captures, cache.stats().eager) == (2, 0)
+
+
+def test_a_counter_on_the_class_counts_calls(device):
+    """No trial counts, and no replay leaves out a count."""
+
+    class Counting(nn.Module):
+        counts: ClassVar = {"calls": 0}
+
+        def forward(self, x):
+            self.counts["calls"] += 1
+            return x * self.counts["calls"]
+
+    cache, x = GraphCache(Counting().to(device), [8]), torch.ones(3, 4, device=device)
+    for call in (1, 2, 3):
+        torch.testing.assert_close(cache(x), x * call)
+        assert Counting.counts["calls"] == call
+
+
+def test_models_of_many_submodules_are_watched_too(device):
+    """More than a thousand, and an object that one of them holds."""
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Identity() for _ in range(1500))
+            self.config = types.SimpleNamespace(k=2.0)
+
+        def forward(self, x):
+            return x * self.config.k
+
+    follows(Deep, lambda m: setattr(m.config, "k", 5.0), torch.ones(3, 4), device=device)
+
+
+def test_conjugated_weights_are_noticed(device):
+    """The lazy bit lies in the tensor object, not in its memory."""
+    module = Holder(nn.Parameter(torch.randn(4, dtype=torch.complex64)), lambda held: held)
+    cache = GraphCache(module.to(device).requires_grad_(False), [8])
+    x = torch.randn(3, 4, dtype=torch.complex64, device=device)
+    cache(x)
+    module.held.data = module.held.data.conj()
+    torch.testing.assert_close(cache(x), module(x))
+
+
+def test_weights_cached_by_parametrize_are_not_captured(device):
+    """Within `parametrize.cached()` forward reads a kept value, later the weight."""
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)).to(device).requires_grad_(False)
+    cache, x = GraphCache(module, [8]), torch.ones(3, 4, device=device)
+    with nn.utils.parametrize.cached():
+        torch.testing.assert_close(cache(x), module(x))
+    module.parametrizations.weight.original0.mul_(3)
+    torch.testing.assert_close(cache(x), module(x))
+    assert cache.stats().fallbacks == {"hooks": 1}
 
 
 class Hiding(nn.Module):
