@@ -54,7 +54,7 @@ class Capturer:
             with self._undone(seen), as_captured():
                 self._backend.check(lambda: target(*args, **kwargs))
         entry = self._capture(lambda: target(*args, **kwargs), statics, key, seen)
-        entry.memos = [*seen.kept, *(t for t in seen.reads if storage_id(t) not in facts.reads)]
+        entry.memos = [*seen.kept(), *(t for t in seen.reads if storage_id(t) not in facts.reads)]
         return entry
 
     def _static_inputs(self, reading: Reading, bucket: Sequence[int]) -> list[Tensor]:

@@ -54,8 +54,7 @@ class Origin(NamedTuple):
 @dataclass(slots=True)
 class Observation:
     """What one trial run did. `written` holds the bytes that the run left in the storages it wrote,
-    before the undo; `kept` the storages that it made and that somebody keeps, who is not the
-    caller of its result.
+    before the undo; `made` are the storages that it made, its results' left out.
     """
 
     outputs: list[Tensor]
@@ -67,7 +66,15 @@ class Observation:
     origins: list[Origin]
     findings: list[Finding]
     asks_grad: bool
-    kept: list[Any]
+    made: list[weakref.ref[Any]]
+
+    def kept(self) -> list[Any]:
+        """The storages that the run made and that somebody keeps; what only garbage refers to does
+        not count.
+        """
+        if any(ref() is not None for ref in self.made):
+            gc.collect()
+        return [storage for storage in (ref() for ref in self.made) if storage is not None]
 
     @property
     def hazard(self) -> Fallback | None:
@@ -214,15 +221,10 @@ class Observer(TorchDispatchMode):
     def made(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._made
 
-    def kept_by_others(self, outputs: Sequence[Tensor]) -> list[Any]:
-        """The storages made by the run that live on without being its result's; what only garbage
-        refers to does not count.
-        """
+    def made_beside(self, outputs: Sequence[Tensor]) -> list[weakref.ref[Any]]:
+        """The storages made by the run, without those of its results."""
         ours = set(map(storage_id, outputs))
-        made = [ref for key, ref in self._made.items() if key not in ours]
-        if any(ref() is not None for ref in made):
-            gc.collect()
-        return [storage for storage in (ref() for ref in made) if storage is not None]
+        return [ref for key, ref in self._made.items() if key not in ours]
 
     def undo(self) -> list[Tensor]:
         """Put back every byte written outside the run; returns what had been left there."""
@@ -312,7 +314,7 @@ def observe(
         origins=origins,
         findings=findings,
         asks_grad=observer.asks_grad,
-        kept=observer.kept_by_others(outputs),
+        made=observer.made_beside(outputs),
     )
 
 

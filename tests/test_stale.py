@@ -315,11 +315,6 @@ HELD = {
         first,
         lambda held: held.__setitem__(0, 5.0),
     ),
-    "a distribution": (
-        lambda: torch.distributions.Normal(2.0, 1.0),
-        lambda held: held.loc,
-        lambda held: setattr(held, "loc", torch.tensor(5.0)),
-    ),
     "a function's attribute": (
         lambda: copied(times, k=2.0),
         lambda held: held.k,
@@ -371,6 +366,14 @@ def test_a_module_that_is_an_unregistered_attribute_is_watched(device):
         m.inner.weight = nn.Parameter(torch.ones(4, 4, device=device), requires_grad=False)
 
     follows(Unregistered, change, torch.ones(3, 4), device=device)
+
+
+def test_a_distribution_that_a_module_holds_is_watched():
+    follows(
+        lambda: Holder(torch.distributions.Normal(2.0, 1.0), lambda held: held.loc),
+        lambda m: setattr(m.held, "loc", torch.tensor(5.0)),
+        torch.ones(3, 4),
+    )
 
 
 def test_the_class_of_a_submodule_is_watched(device):
