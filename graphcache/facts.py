@@ -21,6 +21,7 @@ from graphcache.compiled import own_graphs
 from graphcache.errors import Fallback, Finding
 from graphcache.garbage import other_rows
 from graphcache.graphs import Backend
+from graphcache.modes import Modes
 from graphcache.otherweights import Substitutes, other_weights
 from graphcache.padding import Fill, OutputAxis, fit
 from graphcache.preflight import Observation, observe
@@ -107,6 +108,7 @@ class Learner:
         backend: where they run.
         fill: the caller's fills by input name.
         trusting: do not probe (verify="off").
+        modes: told of the operations that runs issue.
     """
 
     def __init__(
@@ -116,8 +118,10 @@ class Learner:
         backend: Backend,
         fill: Mapping[str, Fill],
         trusting: bool,
+        modes: Modes,
     ) -> None:
         self.target = target
+        self._modes = modes
         self._module = module
         self._backend = backend
         self._fill = fill
@@ -137,6 +141,7 @@ class Learner:
         device = self._backend.device
         run = functools.partial(self.target, *args, **kwargs)
         seen = observe(run, tensors, self._module, device, weights, still)
+        self._modes.heed(seen.operations)
         if not _untouched(call, args, kwargs):
             what = "forward changes a list or dict argument"
             seen.findings.append(Finding(Reason.INPUT_MUTATED, what))

@@ -332,7 +332,7 @@ class MissPath:
             self._closing = weakref.finalize(self, self._backend.close)
             self.modes = Modes(self._backend.device)
             trusting, fill = self.knowledge.trusting, self._settings.fill
-            learner = Learner(self.target, self._module, self._backend, fill, trusting)
+            learner = Learner(self.target, self._module, self._backend, fill, trusting, self.modes)
             self.knowledge.attach(self._backend, self.modes, learner)
             self.store.attach(self._backend, Capturer(learner, self._module, self._backend))
         if self._backend.device.type == "cuda":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import call
 from typing import Any
@@ -23,19 +24,23 @@ _GUARDED_CUDA_FLAGS = (
     "_get_cublas_allow_fp16_reduced_precision_reduction",
     "_get_cublas_allow_bf16_reduced_precision_reduction",
 )
-_KERNEL_FLAGS = (
+_ATTENTION_FLAGS = (
     "_get_flash_sdp_enabled",
     "_get_mem_efficient_sdp_enabled",
     "_get_math_sdp_enabled",
     "_get_sdp_priority_order",
+    "_get_cudnn_sdp_enabled",
 )
-_CUDA_KERNEL_FLAGS = (
+_CUDNN_FLAGS = (
     "_get_cudnn_enabled",
     "_get_cudnn_benchmark",
     "_get_cudnn_deterministic",
-    "_get_cudnn_sdp_enabled",
-    "_get_cublas_allow_fp16_accumulation",
+    "_get_cudnn_allow_tf32",
 )
+_CUDA_KERNEL_FLAGS = ("_get_cublas_allow_fp16_accumulation", "_get_cublas_allow_tf32")
+# Parts of the names of the operations that depend on them.
+_ATTENTION = re.compile("attention|_sdp_|transformer")
+_CUDNN = re.compile("cudnn|conv|norm|rnn|lstm|gru|ctc|grid|attention")
 # Where any of these is not at rest a call runs eagerly (see `tracing`), so no plan is found under
 # its key.
 _CONTEXT: tuple[Callable[[], Any], ...] = (
@@ -44,7 +49,7 @@ _CONTEXT: tuple[Callable[[], Any], ...] = (
     torch._C._functorch.peek_interpreter_stack,
     functools.partial(getattr, forward_ad, "_current_level"),
 )
-_TF32_FLAGS = ("_get_cublas_allow_tf32", "_get_cudnn_allow_tf32")
+_TF32_FLAGS = frozenset({"_get_cublas_allow_tf32", "_get_cudnn_allow_tf32"})
 _FP32_BACKEND = {"cuda": "cuda", "cpu": "mkldnn"}
 _FP32_OPS = ("matmul", "conv", "rnn")
 
@@ -93,25 +98,51 @@ class Modes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        flags, guarded = _getters(_KERNEL_FLAGS), _getters(_GUARDED_FLAGS)
-        precision: list[Callable[[], Any]] = [
+        self._attention = self._cudnn = False  # does any operation seen depend on these flags?
+        self._legible = device.type == "cuda"  # do the older flags for TF32 answer?
+        guarded = _getters(_GUARDED_FLAGS)
+        self._precision: list[Callable[[], Any]] = [
             _precision(device.type, operation) for operation in _FP32_OPS
         ]
-        older: list[Callable[[], Any]] = []
         if device.type == "cuda":
-            flags += _getters(_CUDA_KERNEL_FLAGS)
             guarded += _getters(_GUARDED_CUDA_FLAGS)
-            older = _getters(_TF32_FLAGS)
             _order_attention(device)
-        self._kernels = [*flags, *precision, *guarded]
         self._guarded = [torch.is_grad_enabled, *guarded]
-        context = [*_CONTEXT, torch._C._len_torch_function_stack, _stream_number(device)]
-        self._exact = [*flags, *precision, *context]
-        known = len(older) == len(_TF32_FLAGS)
-        self._open = [*flags, *older, *context] if known else self._exact
+        self._context = [*_CONTEXT, torch._C._len_torch_function_stack, _stream_number(device)]
+        exact = self._flags(attention=True, cudnn=True, legible=False)
+        self._kernels = [*exact, *guarded]
         self._numbered = numbering()
         self._last: tuple[list[Any], int, GlobalStateGuard] = ([], -1, GlobalStateGuard())
         self._scoped_last: tuple[list[Any], int] = ([], -1)
+        self._read_anew()
+
+    def heed(self, operations: Iterable[str]) -> None:
+        """From now on read the settings that these operations depend on. Every graph's operations
+        were seen by a trial before it was captured, so settings that none depends on choose no
+        kernel of any graph.
+        """
+        strange = any(not name.startswith("aten::") for name in operations)
+        attention = strange or any(map(_ATTENTION.search, operations))
+        cudnn = strange or any(map(_CUDNN.search, operations))
+        if (attention and not self._attention) or (cudnn and not self._cudnn):
+            self._attention |= attention
+            self._cudnn |= cudnn
+            self._read_anew()
+
+    def _read_anew(self) -> None:
+        flags = self._flags(self._attention, self._cudnn, self._legible)
+        self._open = [*flags, *self._context]
+
+    def _flags(self, attention: bool, cudnn: bool, legible: bool) -> list[Callable[[], Any]]:
+        """What to read of what chooses kernels, but what is guarded; TF32 by the older flags where
+        they answer, which costs less than by the newer settings.
+        """
+        names = [*_ATTENTION_FLAGS[: None if self.device.type == "cuda" else -1]] * attention
+        if self.device.type == "cuda":
+            names += [*_CUDA_KERNEL_FLAGS, *_CUDNN_FLAGS[: None if cudnn else 0]]
+        if legible:
+            return _getters(names)
+        return [*_getters([n for n in names if n not in _TF32_FLAGS]), *self._precision]
 
     def kernels(self) -> tuple[Any, ...]:
         """What chooses kernels: part of every signature."""
@@ -121,15 +152,15 @@ class Modes:
         """A number for that and for what decides whether a graph may serve at all: grad, tracing,
         capturing.
 
-        To compare with the last answers costs less than to hash them, Dynamo's guard of the global
-        state less than the getters that it makes up for, and PyTorch's older flags for TF32 less
-        than the newer settings; those flags refuse to answer once a newer setting says what they
-        cannot.
+        To compare with the last answers costs less than to hash them, and Dynamo's guard of the
+        global state less than the getters that it makes up for. PyTorch's older flags for TF32
+        refuse to answer once a newer setting says what they cannot.
         """
         try:
             flags: list[Any] = list(map(call, self._open))
         except RuntimeError:
-            self._open = self._exact
+            self._legible = False
+            self._read_anew()
             flags = list(map(call, self._open))
         last, number, guard = self._last
         return number if flags == last and guard.check() else self._number(flags)

@@ -67,6 +67,7 @@ class Observation:
     findings: list[Finding]
     asks_grad: bool
     made: list[weakref.ref[Any]]
+    operations: set[str]
 
     def kept(self) -> list[Any]:
         """The storages that the run made and that somebody keeps; what only garbage refers to does
@@ -134,7 +135,7 @@ class Observer(TorchDispatchMode):
         self._weights = weights
         self._still = still
         self.findings: list[Finding] = []
-        self.operations = 0
+        self.operations: set[str] = set()
         self.drew = False
         self.python_drew = False
         self.asks_grad = False
@@ -148,7 +149,7 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._weights:
             args, kwargs = _pytree.tree_map_only(Tensor, self._substituted, (args, kwargs))
-        self.operations += 1
+        self.operations.add(func.name())
         draws = torch.Tag.nondeterministic_seeded in func.tags
         self.drew = self.drew or draws
         tensors = _plain((*args, *kwargs.values()))
@@ -315,6 +316,7 @@ def observe(
         findings=findings,
         asks_grad=observer.asks_grad,
         made=observer.made_beside(outputs),
+        operations=observer.operations,
     )
 
 

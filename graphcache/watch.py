@@ -73,7 +73,7 @@ class Watch:
         self._addresses = [(tensor, tensor.data_ptr()) for tensor in self._tensors]
         self._forms = [_form(tensor) for tensor in self._tensors]
         self._guards: deque[TensorGuards] = deque(maxlen=_MOST_GUARDS)
-        self._modules, self._kinds = modules, [*map(type, modules)]
+        self._kinds = [(module, type(module)) for module in modules]
         hooked = [*modules, *caches(self._module)]
         harmless = [vars(m)[kind] for m in hooked for kind in HOOKS if recorded(m, kind)]
         containers = [*slots.containers, *harmless]
@@ -155,8 +155,15 @@ class Watch:
         for tensor, address in self._addresses:
             if tensor.data_ptr() != address:
                 return False
-        if [*map(type, self._modules)] != self._kinds or not self._formed_alike():
-            return False
+        for module, kind in self._kinds:
+            if type(module) is not kind:
+                return False
+        for guard in self._guards:
+            if guard.check(*self._tensors):
+                break
+        else:
+            if not self._formed_alike():
+                return False
         return not (
             self.lost
             # While hooked every call looks again, since removing a hook leaves no trace.
@@ -168,11 +175,8 @@ class Watch:
     def _formed_alike(self) -> bool:
         """Whether tensors have the shapes, strides, dtypes and lazy bits that they had. Dynamo's
         guard compares all of them at once, but its answer also depends on the thread's mode; so
-        there is one for each of the last modes.
+        there is one for each of the last modes, made here.
         """
-        for guard in self._guards:
-            if guard.check(*self._tensors):
-                return True
         if [_form(tensor) for tensor in self._tensors] != self._forms:
             return False
         if self._tensors:

@@ -23,7 +23,7 @@ def learn(function, *args):
     reading = Reading(
         Call(binder, args, {}), DynamicDims(None, binder.parameters), {}, Modes(CPU), False, 0
     )
-    return Learner(function, None, RecordedBackend(), {}, False), reading
+    return Learner(function, None, RecordedBackend(), {}, False, Modes(CPU)), reading
 
 
 class TestFollowers:

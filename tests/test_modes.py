@@ -708,3 +708,47 @@ def test_a_module_that_asks_for_inference_mode_is_answered_as_by_eager(mode, dev
         with context():
             torch.testing.assert_close(cache(x), forward(x))
     assert cache.stats().fallbacks == {"opaque-code": 3}
+
+
+def test_settings_are_read_once_an_operation_depends_on_them():
+    """Those of attention by attention, cuDNN's by convolutions, all by unknown code."""
+    for operations in ({"aten::_scaled_dot_product_flash_attention"}, {"mine::kernel"}):
+        modes = Modes(torch.device("cpu"))
+        modes.heed({"aten::addmm", "aten::relu"})
+        plain = modes.everything()
+        with sdpa_kernel(SDPBackend.MATH):
+            assert modes.everything() == plain
+        modes.heed(operations)
+        before = modes.everything()
+        with sdpa_kernel(SDPBackend.MATH):
+            assert modes.everything() != before
+        assert modes.everything() == before
+
+
+def test_attention_behind_a_branch_is_heeded(device):
+    """First seen in the trial of another form of call."""
+
+    def forward(x, attend):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x) if attend else x * 2
+
+    cache, x = GraphCache(forward, [8]), torch.randn(3, 2, 4, 8, device=device)
+    with torch.no_grad():
+        for attend in (False, True):
+            cache(x, attend)
+            with sdpa_kernel(SDPBackend.MATH):
+                torch.testing.assert_close(cache(x, attend), forward(x, attend))
+    assert cache.stats().graphs == 3  # without attention one serves both
+
+
+@pytest.mark.gpu
+def test_cudnn_settings_are_heeded_by_a_convolution():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    modes = Modes(torch.device("cuda"))
+    modes.heed({"aten::addmm"})
+    plain = modes.everything()
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        assert modes.everything() == plain
+        modes.heed({"aten::convolution"})
+        inside = modes.everything()
+    assert modes.everything() != inside
