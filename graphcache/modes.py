@@ -6,6 +6,7 @@ settings (a caller who traces or captures) no graph may serve at all.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -158,12 +159,14 @@ class Modes:
         """
         try:
             flags: list[Any] = list(map(call, self._open))
+            last, number, guard = self._last
+            if flags == last and guard.check():
+                return number
         except RuntimeError:
             self._legible = False
             self._read_anew()
             flags = list(map(call, self._open))
-        last, number, guard = self._last
-        return number if flags == last and guard.check() else self._number(flags)
+        return self._number(flags)
 
     def _number(self, flags: list[Any]) -> int:
         """The same for other flags than the last. Streams share plans, so their numbers are left
@@ -173,7 +176,8 @@ class Modes:
         rest += [functions, *map(call, self._guarded), *self._scoped()]
         if not (functions or stream):
             number = self._numbered(_frozen(rest))
-            self._last = flags, number, GlobalStateGuard()
+            with contextlib.suppress(RuntimeError):  # it reads an older flag too
+                self._last = flags, number, GlobalStateGuard()
             return number
         if stream and torch._C._cuda_isCurrentStreamCapturing():
             rest.append("capturing")

@@ -515,3 +515,48 @@ def test_a_count_in_a_buffer_is_replayed(device: str) -> None:
     for call in (1, 2, 3):
         assert_same(cache(x), x * call)
     assert cache.stats().eager == 0
+
+
+def test_a_coupling_at_one_value_is_not_seen(device: str) -> None:
+    """The probe's garbage is hardly ever 3."""
+    function = lambda x: x * (1 + (x == 3.0).any())  # noqa: E731
+    cache, x = GraphCache(function, [4]), rows(10, device)
+    cache(x)
+    x[0, 0] = 3.0
+    assert differs(cache(x), function(x))  # should be equal!
+    checked = GraphCache(function, [4], verify=1.0)
+    assert_same(checked(x), function(x))
+
+
+class Listed(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.values = [1.0] * count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.values[-1]
+
+
+@pytest.mark.parametrize("count", [4096, 4097])
+def test_the_end_of_a_very_long_list_is_not_watched(device: str, count: int) -> None:
+    cache, x = GraphCache(Listed(count), [4]), rows(3, device)
+    cache(x)
+    cache.module.values[-1] = 2.0
+    assert differs(cache(x), cache.module(x)) == (count > 4096)  # should never differ!
+
+
+def test_results_share_no_memory_with_each_other(device: str) -> None:
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y, y[:, :2]
+
+    whole, part = GraphCache(forward, [4])(rows(3, device))
+    whole.zero_()
+    assert bool(part.any())  # should be zeros!
+
+
+def test_the_old_constructor_of_tensors_is_frozen_on_the_cpu() -> None:
+    function = lambda x: x * torch.Tensor([x.max(), 1.0])  # noqa: E731
+    cache, x = GraphCache(function, [4]), rows(4, "cpu")[:, :2]
+    cache(x)
+    assert differs(cache(x * 2), function(x * 2))  # should be equal!
