@@ -6,10 +6,12 @@ Errors of the package print one line to stderr, exit status 2, as argparse's own
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,14 +87,29 @@ def check(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
 
     def run(options: argparse.Namespace) -> int:
-        module, args, kwargs = _made_by(options.factory)
-        report = checking.check(module, *args, **kwargs)
-        findings = [found._asdict() | {"remedy": found.reason.remedy} for found in report.findings]
-        answer = {"module": report.name, "ok": report.ok, "findings": findings}
-        print(json.dumps(answer) if options.json else report)
+        with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints
+            module, args, kwargs = _made_by(options.factory)
+            report = checking.check(module, *args, **kwargs)
+        print(json.dumps(_check_answer(report)) if options.json else report)
         return 0 if report.ok else 1
 
     return run
+
+
+def _check_answer(report: checking.Report) -> dict[str, Any]:
+    findings = [found._asdict() | {"remedy": found.reason.remedy} for found in report.findings]
+    dims = {
+        name: {
+            "neutral": facts.neutral,
+            "reason": None if facts.neutral else facts.reason,
+            "detail": facts.detail,
+            "controls": dict(facts.controls),
+            "independent": facts.independent,
+            "outputs": [[axis.axis for axis in output] for output in facts.axes or ()],
+        }
+        for name, facts in report.probe.dims.items()
+    }
+    return {"module": report.name, "ok": report.ok, "findings": findings, "dims": dims}
 
 
 COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, check)
@@ -110,7 +127,11 @@ def _made_by(factory: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
         raise GraphCacheError(f"cannot find {factory!r}: {error}") from error
     finally:
         sys.path.remove("")
-    made = make()
+    try:
+        made = make()
+    except Exception as error:
+        traceback.print_exception(error)  # where, for its author
+        raise GraphCacheError(f"{factory} raised {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise GraphCacheError(
             f"{factory} returned {type(made).__name__}; return (module, args) or "

@@ -76,12 +76,12 @@ class ProbeReport:
             return f"refused: {self.refused}: {self.detail or self.refused.phrase}"
         if not self.dims:
             return self.detail
-        lines = [f"{'dim':<10}{'padding':<18}{'controls':<20}{'rows independent':<18}outputs"]
+        rows = [("dim", "padding", "controls", "rows independent", "outputs")]
         for name, facts in self.dims.items():
             padding = "neutral" if facts.neutral else str(facts.reason)
             controls = ", ".join(f"{k}={v}" for k, v in facts.controls.items()) or "-"
             axes = " ".join(str([a.axis for a in output]) for output in facts.axes or ()) or "-"
-            lines.append(
-                f"{name:<10}{padding:<18}{controls:<20}{_YES_NO[facts.independent]:<18}{axes}"
-            )
+            rows.append((name, padding, controls, _YES_NO[facts.independent], axes))
+        widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+        lines = ("".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)

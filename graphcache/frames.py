@@ -12,14 +12,21 @@ _TORCH = importlib.util.find_spec("torch")  # found without importing it
 _INTERNAL = tuple(
     f"{Path(file).parent}{os.sep}" for file in (_TORCH and _TORCH.origin, __file__) if file
 )
+_PYTHONS = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
+
+
+def _is_users(file: str) -> bool:
+    """Whether code is neither PyTorch's nor this package's nor of Python's own library."""
+    installed = "site-packages" in file or "dist-packages" in file
+    return not file.startswith(_INTERNAL) and (installed or not file.startswith(_PYTHONS))
 
 
 def user_frame() -> tuple[FrameType, int]:
-    """The innermost frame outside PyTorch and this package, and how many frames above the caller of
-    this function it is.
+    """The innermost frame outside PyTorch, this package and Python's own library, and how many
+    frames above the caller of this function it is.
     """
     frame, depth = sys._getframe(1), 0
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame, depth = frame.f_back, depth + 1
     return frame, depth
 

@@ -269,10 +269,20 @@ class MissPath:
                 report = self.probe(args, kwargs)
                 findings = report.findings()
             if not findings and not self.buckets.exact:
-                self.warm(call, self.buckets.smallest_telling())
+                for bucket in (self.buckets.smallest_telling(), self.buckets.corners[-1]):
+                    findings += self._warm_alone(call, bucket)
         except Fallback as fallback:
             findings = [Finding(fallback.reason, fallback.detail or fallback.reason.phrase)]
         return findings, report
+
+    def _warm_alone(self, call: Call, bucket: tuple[int, ...]) -> list[Finding]:
+        """What stops a capture at one bucket, such as a table that ends before it."""
+        try:
+            self.warm(call, bucket)
+        except Fallback as fallback:
+            what = fallback.detail or fallback.reason.phrase
+            return [Finding(fallback.reason, f"bucket {bucket}: {what}")]
+        return []
 
     # Change and forgetting.
 

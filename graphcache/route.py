@@ -74,6 +74,4 @@ def _split(
         f"{d}={max(c[i] for c in buckets.corners)}" for i, d in enumerate(buckets.dims)
     )
     asked = ", ".join(f"{d}={n}" for d, n in zip(buckets.dims, sizes, strict=True))
-    raise Fallback(
-        Reason.OVER_MAX, f"no bucket holds {asked}; the largest sizes are {largest}; add a bucket"
-    )
+    raise Fallback(Reason.OVER_MAX, f"no bucket holds {asked}; the largest sizes are {largest}")

@@ -107,7 +107,7 @@ class GraphCache(Delegate):
         settings = Settings(
             buckets=buckets,
             dynamic_shapes=dynamic_shapes,
-            fill=dict(fill or {}),
+            fill={} if fill is None else fill,
             split=split,
             max_graphs=max_graphs,
             max_bytes=parse_bytes(max_bytes),
@@ -229,10 +229,14 @@ class GraphCache(Delegate):
                     f"static_inputs() knows {len(calls)} forms of call; "
                     "pass `like`, one call's arguments."
                 )
-            try:
-                return self._miss.static_views(
-                    calls[0], (sizes,) if isinstance(sizes, int) else tuple(sizes)
+            wanted = (sizes,) if isinstance(sizes, int) else sizes
+            dims = self._miss.dims.names
+            if not isinstance(wanted, (list, tuple)) or len(wanted) != len(dims):
+                raise GraphCacheError(
+                    f"`sizes` is {sizes!r}; pass one size for each of {', '.join(dims)}, in order."
                 )
+            try:
+                return self._miss.static_views(calls[0], tuple(wanted))
             except Fallback as fallback:
                 raise GraphCacheError(f"sizes {sizes} get no graph: {fallback}") from fallback
 

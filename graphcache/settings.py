@@ -73,6 +73,10 @@ class Settings:
                 f"`max_padding_ratio` is {self.max_padding_ratio!r}; "
                 "pass padded / real, at least 1."
             )
+        if not isinstance(self.fill, Mapping):
+            raise GraphCacheError(
+                f"`fill` is {self.fill!r}; pass a dict from input names to a number or 'repeat'."
+            )
         for name, fill in self.fill.items():
             if not (isinstance(fill, (int, float)) or fill == REPEAT):
                 raise GraphCacheError(f"`fill[{name!r}]` is {fill!r}; pass a number or 'repeat'.")

@@ -1,5 +1,6 @@
 """`check`: every finding with its reason, operation and line; nothing for ordinary models."""
 
+import functools
 import inspect
 import random
 from pathlib import Path
@@ -198,3 +199,35 @@ def test_a_report_prints_as_a_table():
         f"    to do: {Reason.HOOKS.remedy}",
     ]
     assert str(Report("Net")) == "Net: no findings"
+
+
+def test_the_largest_bucket_is_tried_too():
+    """A table of positions that ends before it; the smaller dim has no finding."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(16, 4)
+
+        def forward(self, x):
+            return x + self.table(torch.arange(x.shape[1]))
+
+    dims = ({0: "batch", 1: "seq"},)
+    cache = GraphCache(Positions(), {"batch": [4], "seq": [8, 32]}, dynamic_shapes=dims)
+    (found,) = check(cache, torch.randn(3, 6, 4)).findings
+    assert "bucket (4, 32)" in found.what
+    assert "out of range" in found.what
+    assert check(
+        GraphCache(Positions(), {"batch": [4], "seq": [8]}, dynamic_shapes=dims),
+        torch.randn(3, 6, 4),
+    ).ok
+
+
+def test_a_line_of_pythons_own_library_is_nobodys():
+    """The line that calls it is."""
+
+    def forward(x):
+        return functools.reduce(lambda total, value: total * float(value), [x.sum()], x)
+
+    (found,) = check(forward, torch.ones(3, 4)).findings
+    assert found.line.startswith(__file__)

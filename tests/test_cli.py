@@ -116,6 +116,10 @@ def faulty():
 def fine():
     return torch.nn.Linear(4, 2), torch.randn(3, 4)
 
+def talking():
+    print("made")
+    return fine()
+
 def nothing():
     return torch.nn.Linear(4, 2)
 
@@ -204,9 +208,18 @@ class TestCheck:
         assert err.count("\n") == 1
         assert said in err
 
-    def test_the_factorys_own_error_is_not_hidden(self):
-        with pytest.raises(KeyError, match="the factory's own"):
-            cli.main(["check", "shop.models:broken"])
+    def test_the_factorys_own_error_is_shown_and_gives_status_2(self, capsys):
+        """1 means findings."""
+        assert cli.main(["check", "shop.models:broken"]) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" in err
+        assert err.splitlines()[-1].startswith("graphcache: shop.models:broken raised KeyError")
+
+    def test_what_the_users_code_prints_is_kept_out_of_the_answer(self, capsys):
+        assert cli.main(["check", "shop.models:talking", "--json"]) == 0
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["dims"]["batch"]["neutral"] is True
+        assert "made" in printed.err
 
     def test_the_search_path_is_left_as_it_was(self):
         before = list(sys.path)

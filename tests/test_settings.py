@@ -17,6 +17,8 @@ def make(**options):
         ({"outputs": "clone"}, r"`outputs` is 'clone'; pass one of copy, view\."),
         ({"on_fallback": "ignore"}, r"`on_fallback` is 'ignore'; pass one of eager, warn, raise"),
         ({"backend": "cpu"}, r"`backend` is 'cpu'; pass one of auto, cuda, recorded"),
+        ({"fill": ["mask"]}, r"`fill` is \['mask'\]; pass a dict from input names"),
+        ({"fill": 0}, r"`fill` is 0; pass a dict"),
         ({"max_graphs": 0}, r"`max_graphs` is 0; pass an integer of at least 1"),
         ({"max_graphs": 2.0}, r"`max_graphs` is 2\.0; pass an integer"),
         ({"max_signatures": -1}, r"`max_signatures` is -1; pass an integer"),
