@@ -229,14 +229,20 @@ class GraphCache(Delegate):
                     f"static_inputs() knows {len(calls)} forms of call; "
                     "pass `like`, one call's arguments."
                 )
-            wanted = (sizes,) if isinstance(sizes, int) else sizes
+            wanted = (sizes,) if hasattr(sizes, "__index__") else sizes
             dims = self._miss.dims.names
-            if not isinstance(wanted, (list, tuple)) or len(wanted) != len(dims):
+            if not (
+                isinstance(wanted, (list, tuple, range))
+                and len(wanted) == len(dims)
+                and all(hasattr(n, "__index__") for n in wanted)
+                and not any(isinstance(n, (bool, Tensor)) for n in wanted)
+                and min(map(int, wanted)) >= 0
+            ):
                 raise GraphCacheError(
-                    f"`sizes` is {sizes!r}; pass one size for each of {', '.join(dims)}, in order."
+                    f"`sizes` is {sizes!r}; pass one size for each dynamic dim: {', '.join(dims)}."
                 )
             try:
-                return self._miss.static_views(calls[0], tuple(wanted))
+                return self._miss.static_views(calls[0], tuple(map(int, wanted)))
             except Fallback as fallback:
                 raise GraphCacheError(f"sizes {sizes} get no graph: {fallback}") from fallback
 

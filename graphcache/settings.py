@@ -78,8 +78,11 @@ class Settings:
                 f"`fill` is {self.fill!r}; pass a dict from input names to a number or 'repeat'."
             )
         for name, fill in self.fill.items():
-            if not (isinstance(fill, (int, float)) or fill == REPEAT):
+            if not isinstance(name, str):
+                raise GraphCacheError(f"`fill` has the key {name!r}; pass names of inputs.")
+            if not (isinstance(fill, (int, float)) or (isinstance(fill, str) and fill == REPEAT)):
                 raise GraphCacheError(f"`fill[{name!r}]` is {fill!r}; pass a number or 'repeat'.")
+        object.__setattr__(self, "fill", dict(self.fill))  # the caller may change theirs
 
     @property
     def shadowed(self) -> float:

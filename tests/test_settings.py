@@ -1,6 +1,8 @@
 """Options, checked once; each fault has a text with the value and a cure."""
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from graphcache import GraphCache, GraphCacheError
@@ -19,6 +21,8 @@ def make(**options):
         ({"backend": "cpu"}, r"`backend` is 'cpu'; pass one of auto, cuda, recorded"),
         ({"fill": ["mask"]}, r"`fill` is \['mask'\]; pass a dict from input names"),
         ({"fill": 0}, r"`fill` is 0; pass a dict"),
+        ({"fill": []}, r"`fill` is \[\]; pass a dict"),
+        ({"fill": {0: 1}}, r"`fill` has the key 0; pass names of inputs"),
         ({"max_graphs": 0}, r"`max_graphs` is 0; pass an integer of at least 1"),
         ({"max_graphs": 2.0}, r"`max_graphs` is 2\.0; pass an integer"),
         ({"max_signatures": -1}, r"`max_signatures` is -1; pass an integer"),
@@ -92,3 +96,41 @@ def test_bytes_are_read_from_numbers_and_text(text, value):
 def test_the_share_of_shadowed_calls_is_the_fraction():
     """Nothing is shadowed under "capture" and "off"."""
     assert [make(verify=v)._settings.shadowed for v in ("capture", "off", 0.25)] == [0, 0, 0.25]
+
+
+def test_fills_are_kept_as_they_were_given():
+    """The caller's mapping may change later."""
+    fills = {"input": 0}
+    cache = make(fill=fills)
+    fills["input"] = 1
+    assert cache._settings.fill == {"input": 0}
+    assert make(fill=None)._settings.fill == {}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 3, "seq": 4},
+        3,
+        3.0,
+        None,
+        (3,),
+        "34",
+        (3, 4.0),
+        (3, True),
+        (3, -4),
+        (3, torch.tensor(4)),
+    ],
+)
+def test_sizes_of_static_inputs_are_one_for_each_dim(sizes):
+    """Plain numbers, in the order of the dims; the text names them."""
+    dims = ({0: "batch", 1: "seq"},)
+    cache = GraphCache(nn.Identity(), {"batch": [4], "seq": [8]}, dynamic_shapes=dims)
+    text = "pass one size for each dynamic dim: batch, seq"
+    with pytest.raises(GraphCacheError, match=text):
+        cache.static_inputs(sizes, like=torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("sizes", [3, (3,), [3], torch.Size([3]), range(3, 4), np.int64(3)])
+def test_sizes_of_static_inputs_may_be_any_sequence_or_a_number(sizes):
+    assert make().static_inputs(sizes, like=torch.ones(1, 2))["input"].shape == (3, 2)
