@@ -1,5 +1,8 @@
 """What a call would do and why."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -177,3 +180,36 @@ class TestPrinting:
         report = GraphCache(lambda x: x * x.sum().item(), [8]).probe(rows(3))
         assert report.refused == Reason.HOST_SYNC
         assert str(report).startswith("refused: host-sync: `.item()`")
+
+    def test_columns_are_as_wide_as_what_they_hold(self):
+        """Two spaces between neighbours, however long the names are."""
+        masks = {"attention_mask_of_the_encoder": 0, "attention_mask_of_the_decoder": "repeat"}
+        report = ProbeReport(
+            {
+                "batch": DimFacts(True, independent=True),
+                "length_of_the_target": DimFacts(False, "", Reason.UNSUPPORTED_OUTPUT),
+                "seq": DimFacts(True, controls=masks, axes=[[], []]),
+            }
+        )
+        head, *lines = [re.split(" {2,}", line) for line in str(report).splitlines()]
+        held = "attention_mask_of_the_encoder=0, attention_mask_of_the_decoder=repeat"
+        assert head == ["dim", "padding", "controls", "rows independent", "outputs"]
+        assert lines == [
+            ["batch", "neutral", "-", "yes", "-"],
+            ["length_of_the_target", "unsupported-output", "-", "no", "-"],
+            ["seq", "neutral", held, "no", "[] []"],
+        ]
+
+    def test_a_remedy_is_told_once(self):
+        """`over-max` has it in its own row."""
+        cache = GraphCache(nn.Linear(4, 2).eval(), [8], split=None)
+        assert str(ask(cache, rows(9))).count("add a bucket") == 1
+
+    def test_readme_shows_what_its_code_prints(self, capsys):
+        """The table under the code of two dims and a mask."""
+        readme = (Path(__file__).parent.parent / "README.md").read_text()
+        code, shown = re.search(
+            r"```python\n([^`]*?print\(fast\.probe[^`]*)```.*?```text\n(.*?)```", readme, re.DOTALL
+        ).groups()
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+        assert capsys.readouterr().out == shown
