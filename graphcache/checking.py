@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from graphcache.errors import Finding
 from graphcache.explain import ProbeReport
+from graphcache.reasons import Reason
 from graphcache.runtime import GraphCache
 
 # Large enough for rows to be told apart, small enough for a few dozen runs of a large model.
@@ -18,18 +21,26 @@ _BUCKET = 8
 class Report:
     """The answer of `check`: findings in the order of the run, and what the padding probe found.
 
-    `findings` are `(reason, what, line)`: `reason.remedy` says what to do, `line` is the user's
-    source line, "" where none is to blame. Prints as a table.
+    `findings` are `(reason, what, line)`: `remedy(finding)` says what to do, `line` is the user's
+    source line, "" where none is to blame. `evaluating`: the module is in eval mode throughout.
+    Prints as a table.
     """
 
     name: str
     findings: tuple[Finding, ...] = ()
     probe: ProbeReport = field(default_factory=lambda: ProbeReport({}))
+    evaluating: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether calls like this one are served by graphs, padded."""
         return not self.findings
+
+    def remedy(self, found: Finding) -> str:
+        """What to do about a finding: its reason's remedy, where that would change anything."""
+        if found.reason is Reason.BATCH_COUPLED and self.evaluating:
+            return "only exact sizes can have graphs; `model.eval()` is in force and does not help"
+        return found.reason.remedy
 
     def __str__(self) -> str:
         count = len(self.findings)
@@ -37,7 +48,7 @@ class Report:
         for found in self.findings:
             lines.append(f"{found.reason}: {found.what}")
             lines += [f"    at {found.line}"] if found.line else []
-            lines.append(f"    to do: {found.reason.remedy}")
+            lines.append(f"    to do: {self.remedy(found)}")
         if self.probe.dims:
             lines += ["", str(self.probe)]
         return "\n".join(lines)
@@ -49,6 +60,9 @@ def check(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Trial runs on the device that the module is on, undone: parameters, buffers, attributes and
     generators are what they were. On the CPU the recorder stands in for CUDA graphs. Waits for the
     device.
+
+    Not everything is found at once: padding is tried only where nothing stops a capture of the call
+    as it is, so check again after mending that.
 
     Args:
         module: an nn.Module, a bound method, a plain callable, or a GraphCache, whose dims, buckets
@@ -65,4 +79,9 @@ def check(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     cache = module if isinstance(module, GraphCache) else GraphCache(module, [_BUCKET])
     findings, probe = cache._look(args, kwargs)
-    return Report(cache._name(), tuple(findings), probe)
+    return Report(cache._name(), tuple(findings), probe, _evaluating(cache.module))
+
+
+def _evaluating(wrapped: Callable[..., Any]) -> bool:
+    owner = getattr(wrapped, "__self__", wrapped)
+    return isinstance(owner, nn.Module) and not any(part.training for part in owner.modules())

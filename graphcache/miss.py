@@ -265,12 +265,19 @@ class MissPath:
             self.catch_up()
             self._choose_backend(call)
             findings = self.knowledge.findings(self.knowledge.read(call))
-            if not findings:
+            if not findings and self.buckets.exact:
                 report = self.probe(args, kwargs)
-                findings = report.findings()
-            if not findings and not self.buckets.exact:
-                for bucket in (self.buckets.smallest_telling(), self.buckets.corners[-1]):
-                    findings += self._warm_alone(call, bucket)
+            elif not findings:
+                reading, facts = self._known(call)
+                telling, largest = self.buckets.smallest_telling(), self.buckets.corners[-1]
+                self.knowledge.probe(reading, facts, telling)
+                found = self._warm_alone(call, telling)
+                if all(finding.reason is not Reason.CAPTURE_FAILED for finding in found):
+                    # Where forward raises at this size, the probe blames every dim for it.
+                    report = ProbeReport(dict(zip(reading.dims, facts.dims or (), strict=True)))
+                if largest != telling:
+                    found += self._warm_alone(call, largest)
+                findings = [*report.findings(), *found]
         except Fallback as fallback:
             findings = [Finding(fallback.reason, fallback.detail or fallback.reason.phrase)]
         return findings, report

@@ -201,26 +201,86 @@ def test_a_report_prints_as_a_table():
     assert str(Report("Net")) == "Net: no findings"
 
 
-def test_the_largest_bucket_is_tried_too():
-    """A table of positions that ends before it; the smaller dim has no finding."""
+class Positions(nn.Module):
+    """Adds a table of 16 positions over axis 1."""
 
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(16, 4)
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 4)
 
+    def forward(self, x):
+        return x + self.table(torch.arange(x.shape[1]))
+
+
+BOTH = ({0: "batch", 1: "seq"},)
+
+
+@pytest.mark.parametrize("length", [6, 12])
+@pytest.mark.parametrize("lengths", [[8, 32], [8, 16, 32], [32]])
+def test_the_largest_bucket_is_tried_too(lengths, length):
+    """A table of positions that ends before it: one finding, of that bucket, whatever bucket the
+    sample has, and none of the dim that is not at fault.
+    """
+    cache = GraphCache(Positions(), {"batch": [4], "seq": lengths}, dynamic_shapes=BOTH)
+    (found,) = check(cache, torch.randn(3, length, 4)).findings
+    assert found.reason == Reason.CAPTURE_FAILED
+    assert found.what.startswith("bucket (4, 32): IndexError: ")
+    assert "out of range for a dimension of size 16" in found.what
+
+
+def test_a_table_as_long_as_the_largest_bucket_is_no_finding():
+    cache = GraphCache(Positions(), {"batch": [4], "seq": [8, 16]}, dynamic_shapes=BOTH)
+    report = check(cache, torch.randn(3, 6, 4))
+    assert report.ok
+    assert all(facts.neutral for facts in report.probe.dims.values())
+
+
+def test_a_coupling_is_told_beside_a_bucket_that_cannot_be_captured():
+    """Both stand in the way, and each has its own finding."""
+
+    class Coupled(Positions):
         def forward(self, x):
-            return x + self.table(torch.arange(x.shape[1]))
+            return super().forward(x).softmax(0)
 
-    dims = ({0: "batch", 1: "seq"},)
-    cache = GraphCache(Positions(), {"batch": [4], "seq": [8, 32]}, dynamic_shapes=dims)
-    (found,) = check(cache, torch.randn(3, 6, 4)).findings
-    assert "bucket (4, 32)" in found.what
-    assert "out of range" in found.what
-    assert check(
-        GraphCache(Positions(), {"batch": [4], "seq": [8]}, dynamic_shapes=dims),
-        torch.randn(3, 6, 4),
-    ).ok
+    cache = GraphCache(Coupled(), {"batch": [4], "seq": [8, 32]}, dynamic_shapes=BOTH)
+    coupled, short = check(cache, torch.randn(3, 6, 4)).findings
+    assert (coupled.reason, short.reason) == (Reason.BATCH_COUPLED, Reason.CAPTURE_FAILED)
+    assert "dim batch" in coupled.what
+    assert "bucket (4, 32)" in short.what
+
+
+class TestRemedies:
+    """`model.eval()` is the remedy of a coupling only where the model is not in that mode."""
+
+    class Coupled(nn.Module):
+        def forward(self, x):
+            return x.softmax(0)
+
+    def test_eval_is_no_remedy_in_eval_mode(self):
+        report = check(self.Coupled().eval(), torch.randn(3, 4))
+        (found,) = report.findings
+        assert report.remedy(found).startswith("only exact sizes can have graphs")
+        assert f"to do: {report.remedy(found)}" in str(report)
+        assert Reason.BATCH_COUPLED.remedy not in str(report)
+
+    def test_nor_for_a_bound_method_or_under_a_cache(self):
+        module = self.Coupled().eval()
+        assert check(module.forward, torch.randn(3, 4)).evaluating
+        assert check(GraphCache(module, [8]), torch.randn(3, 4)).evaluating
+
+    def test_it_is_where_one_part_is_in_training_mode(self):
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+        module[1].train()
+        report = check(module, torch.randn(3, 4))
+        assert report.remedy(report.findings[0]) == Reason.BATCH_COUPLED.remedy
+
+    def test_a_plain_function_may_hold_a_model_in_any_mode(self):
+        report = check(lambda x: x.softmax(0), torch.randn(3, 4))
+        assert report.remedy(report.findings[0]) == Reason.BATCH_COUPLED.remedy
+
+    def test_other_reasons_keep_theirs(self):
+        found = Finding(Reason.HOST_SYNC, "aten::item")
+        assert Report("Net", (found,), evaluating=True).remedy(found) == Reason.HOST_SYNC.remedy
 
 
 def test_a_line_of_pythons_own_library_is_nobodys():
