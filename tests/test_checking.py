@@ -1,8 +1,12 @@
 """`check`: every finding with its reason, operation and line; nothing for ordinary models."""
 
 import functools
+import importlib
 import inspect
 import random
+import sys
+import sysconfig
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from torch import nn
 from graphcache import GraphCache, Reason, check
 from graphcache.checking import Report
 from graphcache.errors import Finding
+from graphcache.frames import user_line
 
 HERE = Path(__file__).name
 
@@ -291,3 +296,48 @@ def test_a_line_of_pythons_own_library_is_nobodys():
 
     (found,) = check(forward, torch.ones(3, 4)).findings
     assert found.line.startswith(__file__)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """An installed package with a function and a module that read a value."""
+    home = tmp_path / "site-packages"
+    home.mkdir()
+    (home / "borrowed.py").write_text(
+        "import torch\n"
+        "def total(x):\n"
+        "    return x.sum().item()\n"
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * total(x)\n"
+    )
+    monkeypatch.syspath_prepend(home)
+    yield importlib.import_module("borrowed")
+    sys.modules.pop("borrowed")
+
+
+def test_the_users_own_line_comes_before_that_of_an_installed_package(installed):
+    """The user can change only their own."""
+
+    def forward(x):
+        return x * installed.total(x)
+
+    (found,) = check(forward, torch.ones(3, 4)).findings
+    assert found.line == f"{__file__}:{line_of(forward, 'installed.total')}"
+
+
+def test_an_installed_models_line_is_named_and_not_that_of_the_check(installed):
+    """Its innermost."""
+    (found,) = check(installed.Model(), torch.ones(3, 4)).findings
+    assert found.line == f"{installed.__file__}:3"
+
+
+def test_a_console_script_is_nobodys_code():
+    """Where nobody's is on the stack, none is named: a thread of its own has no caller."""
+    script = f"{sysconfig.get_path('scripts')}/graphcache"
+    code = compile("lines.append(user_line())", script, "exec")
+    lines = []
+    thread = threading.Thread(target=exec, args=(code, {"lines": lines, "user_line": user_line}))
+    thread.start()
+    thread.join()
+    assert lines == [""]
