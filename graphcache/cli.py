@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from graphcache import checking
 from graphcache import demo as demonstration
 from graphcache.demo import DemoReport
 from graphcache.errors import GraphCacheError
+from graphcache.frames import is_users
+from graphcache.padding import Fill
 from graphcache.version import __version__
 
 Run = Callable[[argparse.Namespace], int]
@@ -97,19 +100,24 @@ def check(parser: argparse.ArgumentParser) -> Run:
 
 
 def _check_answer(report: checking.Report) -> dict[str, Any]:
-    findings = [found._asdict() | {"remedy": found.reason.remedy} for found in report.findings]
+    findings = [found._asdict() | {"remedy": report.remedy(found)} for found in report.findings]
     dims = {
         name: {
             "neutral": facts.neutral,
             "reason": None if facts.neutral else facts.reason,
             "detail": facts.detail,
-            "controls": dict(facts.controls),
+            "controls": {name: _json(fill) for name, fill in facts.controls.items()},
             "independent": facts.independent,
             "outputs": [[axis.axis for axis in output] for output in facts.axes or ()],
         }
         for name, facts in report.probe.dims.items()
     }
     return {"module": report.name, "ok": report.ok, "findings": findings, "dims": dims}
+
+
+def _json(fill: Fill) -> Fill:
+    """JSON has no infinities."""
+    return fill if isinstance(fill, str) or math.isfinite(fill) else str(fill)
 
 
 COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, check)
@@ -125,20 +133,36 @@ def _made_by(factory: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
         make = getattr(importlib.import_module(path), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise GraphCacheError(f"cannot find {factory!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise GraphCacheError(f"cannot import {factory!r}: {_told(error)}") from error
     finally:
         sys.path.remove("")
     try:
         made = make()
-    except Exception as error:
-        traceback.print_exception(error)  # where, for its author
-        raise GraphCacheError(f"{factory} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise GraphCacheError(f"{factory} raised {_told(error)}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise GraphCacheError(
             f"{factory} returned {type(made).__name__}; return (module, args) or "
             "(module, args, kwargs)."
         )
     module, args, kwargs = (*made, {})[:3]
+    if not callable(module) or not isinstance(kwargs, dict):
+        raise GraphCacheError(
+            f"{factory} returned {type(module).__name__} as module and {type(kwargs).__name__} as "
+            "kwargs; return something that can be called, and a dict."
+        )
     return module, args if isinstance(args, tuple) else (args,), kwargs
+
+
+def _told(error: BaseException) -> str:
+    """An error of the user's own code, and where it came from."""
+    lines = [
+        f" at {frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if is_users(frame.filename)
+    ]
+    return f"{type(error).__name__}: {error}" + "".join(lines[-1:])
 
 
 def _count(text: str) -> int:

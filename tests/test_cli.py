@@ -98,6 +98,7 @@ class TestDemo:
 
 
 FACTORIES = """
+import graphcache
 import torch
 
 class Third(torch.nn.Module):
@@ -118,13 +119,43 @@ def fine():
 
 def talking():
     print("made")
-    return fine()
+    return Talking(), torch.randn(3, 4)
+
+class Talking(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    def forward(self, x):
+        print("called")
+        return super().forward(x)
 
 def nothing():
     return torch.nn.Linear(4, 2)
 
 def broken():
     raise KeyError("the factory's own")
+
+def leaving():
+    raise SystemExit(1)
+
+def uncallable():
+    return 3, torch.randn(3, 4)
+
+def no_keywords():
+    return torch.nn.Linear(4, 2), (), [1]
+
+def held():
+    both = {0: "batch", 1: "seq"}
+    fast = graphcache.GraphCache(
+        lambda x, mask: (x + mask).softmax(1),
+        {"batch": [4], "seq": [8]},
+        dynamic_shapes={"x": both, "mask": both},
+        fill={"mask": float("-inf")},
+    )
+    return fast, (torch.randn(3, 5), torch.zeros(3, 5))
+
+def coupled():
+    return torch.nn.Softmax(0).eval(), torch.randn(3, 4)
 """
 
 REAL = """
@@ -159,9 +190,10 @@ class TestCheck:
         (tmp_path / "shop").mkdir()
         (tmp_path / "shop" / "models.py").write_text(FACTORIES)
         (tmp_path / "shop" / "real.py").write_text(REAL)
+        (tmp_path / "shop" / "unfit.py").write_text("1 / 0")
         monkeypatch.chdir(tmp_path)
         yield
-        for name in ("shop", "shop.models", "shop.real"):
+        for name in ("shop", "shop.models", "shop.real", "shop.unfit"):
             sys.modules.pop(name, None)
 
     def test_a_fault_is_printed_with_its_line_and_gives_status_1(self, capsys):
@@ -199,6 +231,10 @@ class TestCheck:
             ("shop.models", "shop.models"),
             (":fine", ":fine"),
             ("shop.models:nothing", "return (module, args)"),
+            ("shop.models:uncallable", "returned int as module"),
+            ("shop.models:no_keywords", "list as kwargs"),
+            ("shop.models:leaving", "raised SystemExit: 1"),
+            ("shop.unfit:fine", "cannot import 'shop.unfit:fine': ZeroDivisionError"),
         ],
     )
     def test_what_is_no_factory_gives_one_line_and_status_2(self, capsys, factory, said):
@@ -209,17 +245,41 @@ class TestCheck:
         assert said in err
 
     def test_the_factorys_own_error_is_shown_and_gives_status_2(self, capsys):
-        """1 means findings."""
+        """1 means findings. One line: the factory, the error, and where it was raised."""
         assert cli.main(["check", "shop.models:broken"]) == 2
-        err = capsys.readouterr().err
-        assert "Traceback" in err
-        assert err.splitlines()[-1].startswith("graphcache: shop.models:broken raised KeyError")
+        out, err = capsys.readouterr()
+        line = FACTORIES.splitlines().index("""    raise KeyError("the factory's own")""") + 1
+        assert out == ""
+        assert err.startswith("graphcache: shop.models:broken raised KeyError: \"the factory's own")
+        assert err.endswith(f"models.py:{line}\n")
+        assert err.count("\n") == 1
 
     def test_what_the_users_code_prints_is_kept_out_of_the_answer(self, capsys):
         assert cli.main(["check", "shop.models:talking", "--json"]) == 0
         printed = capsys.readouterr()
         assert json.loads(printed.out)["dims"]["batch"]["neutral"] is True
         assert "made" in printed.err
+        assert "called" in printed.err
+
+    def test_json_holds_the_probes_table(self, capsys):
+        """All of it, and no infinity, which JSON has not."""
+        assert cli.main(["check", "shop.models:held", "--json"]) == 0
+        dims = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["dims"]
+        facts = {"neutral": True, "reason": None, "detail": ""}
+        assert dims["batch"] == facts | {"controls": {}, "independent": True, "outputs": [[0]]}
+        assert dims["seq"] == facts | {
+            "controls": {"mask": "-inf"},
+            "independent": False,
+            "outputs": [[1]],
+        }
+
+    def test_json_has_the_remedies_of_the_table(self, capsys):
+        assert cli.main(["check", "shop.models:coupled", "--json"]) == 1
+        answer = json.loads(capsys.readouterr().out)
+        (found,) = answer["findings"]
+        assert found["remedy"].startswith("only exact sizes can have graphs")
+        assert answer["dims"]["batch"]["reason"] == "batch-coupled"
+        assert answer["dims"]["batch"]["detail"]
 
     def test_the_search_path_is_left_as_it_was(self):
         before = list(sys.path)
