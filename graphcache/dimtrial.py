@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graphcache.compare import all_close, all_same
 from graphcache.errors import Fallback
-from graphcache.garbage import Garbage, counted_down, placed, unlike, varied, weighted
+from graphcache.garbage import Garbage, counted_down, flagged, placed, unlike, varied, weighted
 from graphcache.padding import Fill, OutputAxis, allocate, cut, head, tails
 from graphcache.preflight import Observation
 from graphcache.reasons import Reason
@@ -148,8 +148,9 @@ class DimTrial:
         even = [varied(leaf, spec, sizes) for leaf, spec in pairs]
         middle = total // 2 - 1
         uneven = [weighted(x, s, self.dim, middle) for x, s in zip(even, self._inputs, strict=True)]
+        flags = [flagged(x, s, self.dim, middle) for x, s in zip(even, self._inputs, strict=True)]
         try:
-            return all(self._apart(rows, axes, middle, total) for rows in (even, uneven))
+            return all(self._apart(rows, axes, middle, total) for rows in (even, uneven, flags))
         except Fallback:
             return False  # of more rows than the module takes, or of another form in parts
 

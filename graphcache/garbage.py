@@ -164,6 +164,29 @@ def weighted(rows: Tensor, spec: Input, dim: int, middle: int) -> Tensor:
     return rows
 
 
+def flagged(rows: Tensor, spec: Input, dim: int, middle: int) -> Tensor:
+    """The same with bools true up to `middle` and false from there."""
+    if rows.dtype is not torch.bool:
+        return rows
+    rows = rows.clone()
+    for axis, d in spec.axes:
+        if d == dim:
+            rows.narrow(axis, 0, middle).fill_(True)
+            rows.narrow(axis, middle, rows.shape[axis] - middle).fill_(False)
+    return rows
+
+
+def mixed(leaf: Tensor, spec: Input) -> Tensor:
+    """Integers and bools that follow a dim, as they may be another day: in turn their own value, 0
+    and 1. Ids of 0 throughout hide what they scale, and ids without 0 what they choose by it.
+    """
+    if leaf.is_floating_point() or leaf.is_complex() or not spec.axes or not leaf.numel():
+        return leaf
+    turns = [torch.arange(n, device=leaf.device) for n in leaf.shape]
+    turn = sum(torch.meshgrid(*turns, indexing="ij"), torch.zeros_like(leaf, dtype=torch.long)) % 3
+    return torch.where(turn == 0, leaf, (turn - 1).to(leaf.dtype))
+
+
 def _other(row: Tensor) -> Tensor:
     """Another row where all are equal: flags the other way round, the index 0, which any table
     has.

@@ -241,9 +241,10 @@ def _container(value: Any) -> list[Any]:
     own_ways = any(
         isinstance(getattr(type(value), name, None), types.FunctionType) for name in _READING
     )
+    own = [vars(value)] if type(getattr(value, "__dict__", None)) is dict else []
     if not own_ways:
-        return [value]
-    return [Underneath(value)] if isinstance(value, dict) else []
+        return [value, *own]
+    return [Underneath(value), *own] if isinstance(value, dict) else own
 
 
 def _items(holder: Any) -> Iterable[tuple[Any, Any]]:

@@ -30,6 +30,7 @@ from graphcache.garbage import (
     extreme,
     garbage,
     marked,
+    mixed,
     telling,
     turned_on,
 )
@@ -119,7 +120,11 @@ class Probe:
             if self._trusting:
                 facts = self._trust(trial)
             else:
-                days = [trial, *self._other_days(dim, real, padded)]
+                days = [
+                    trial,
+                    *self._other_days(dim, real, padded),
+                    *self._mixed_day(trial, dim, real, padded),
+                ]
                 faint = self._faint(trial, dim, real, padded)
                 between = functools.partial(self._trial, dim, real, padded)
                 facts = self._settle(days, faint, axes, between)
@@ -176,6 +181,17 @@ class Probe:
         if self._another_day is None and not changed:
             return []
         return [self._trial(dim, real, padded, _on_another_day, self._another_day)]
+
+    def _mixed_day(self, trial: DimTrial, dim: int, real: int, padded: int) -> list[DimTrial]:
+        """One more trial with other integers and bools, unless the module does not take them: 1 may
+        be out of a table's range.
+        """
+        if all(map(self._is_float, trial.followers)):
+            return []
+        try:
+            return [self._trial(dim, real, padded, mixed)]
+        except Fallback:
+            return []
 
     def _trust(self, trial: DimTrial) -> DimFacts:
         fills = {i: self._named.get(self._inputs[i].name, REPEAT) for i in trial.followers}

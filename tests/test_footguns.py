@@ -560,3 +560,18 @@ def test_the_old_constructor_of_tensors_is_frozen_on_the_cpu() -> None:
     cache, x = GraphCache(function, [4]), rows(4, "cpu")[:, :2]
     cache(x)
     assert differs(cache(x * 2), function(x * 2))  # should be equal!
+
+
+def test_a_row_that_is_masked_throughout_averages_over_the_padding(device: str) -> None:
+    def pooled(x: Tensor, mask: Tensor) -> Tensor:
+        weights = torch.zeros_like(x).masked_fill(~mask, -1e9).softmax(1)
+        return (weights * x).sum(1)
+
+    dims = ({0: "batch", 1: "seq"},) * 2
+    cache = GraphCache(pooled, {"batch": [3], "seq": [8]}, dynamic_shapes=dims)
+    x, mask = rows(3, device)[:, :3] + 1, torch.ones(3, 3, dtype=torch.bool, device=device)
+    assert_same(cache(x, mask), pooled(x, mask))
+    mask[1] = False
+    ours, theirs = cache(x, mask), pooled(x, mask)
+    assert_same(ours[::2], theirs[::2])
+    assert differs(ours[1], theirs[1])  # should be equal!

@@ -208,6 +208,53 @@ def test_ids_whose_zero_is_an_id_are_no_mask(some, device):
     assert cache.probe(x, first).dims["seq"].neutral is False
 
 
+IDS = {
+    "zeros": lambda n: torch.zeros(2, n, dtype=torch.long),
+    "threes": lambda n: torch.full((2, n), 3),
+    "negative": lambda n: torch.full((2, n), -1),
+    "rising": lambda n: torch.arange(n).expand(2, n),
+}
+BY_IDS = {
+    "not zero": lambda x, ids: (x * (ids != 0)).sum(1),
+    "zero": lambda x, ids: (x * (ids == 0)).sum(1),
+    "positive": lambda x, ids: (x * (ids > 0)).sum(1),
+    "times the largest": lambda x, ids: x * ids.amax(1, keepdim=True),
+    "times the median": lambda x, ids: x * ids.median(1, keepdim=True)[0],
+    "times the largest of all": lambda x, ids: x * ids.max(),
+    "masked maximum": lambda x, ids: x.masked_fill(ids != 0, -1e4).amax(1),
+}
+
+
+@pytest.mark.parametrize("name", BY_IDS)
+@pytest.mark.parametrize("first", IDS)
+def test_what_the_first_calls_ids_hide_is_found(name, first, device):
+    """Zeros hide what they scale, and ids without a zero what is chosen by it."""
+    dims = ({0: "batch", 1: "seq"},) * 2
+    cache = GraphCache(BY_IDS[name], {"batch": [2, 4], "seq": [8, 16]}, dynamic_shapes=dims)
+    with torch.no_grad():
+        for kind in (first, *IDS):
+            for n in (6, 8, 3, 17):
+                x, ids = torch.randn(2, n, device=device), IDS[kind](n).to(device)
+                torch.testing.assert_close(cache(x, ids), BY_IDS[name](x, ids))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_flags_that_are_asked_for_all_of_are_not_cut(flag, device):
+    """Whatever the flags of the first call, and however few its rows."""
+    dims = ({0: "batch", 1: "seq"},) * 2
+
+    def if_all(x, flags):
+        return torch.where((flags == flag).all(), x * 2, x)
+
+    cache = GraphCache(if_all, {"batch": [2, 4], "seq": [8]}, dynamic_shapes=dims)
+    last = torch.tensor([True] * 5 + [False], device=device)
+    with torch.no_grad():
+        for rows_, flags in ((2, last), (5, last), (5, last | True), (9, ~last), (9, last & False)):
+            x, keep = torch.randn(rows_, 6, device=device), flags.expand(rows_, 6).clone()
+            keep[0] = flag
+            torch.testing.assert_close(cache(x, keep), if_all(x, keep))
+
+
 def test_a_mask_that_must_be_all_true_is_none(device):
     """One that is false somewhere hides what the padding of another does."""
 

@@ -215,6 +215,20 @@ class Locked(dict):
         raise TypeError("locked")
 
 
+class Open(dict):
+    """A dict with attributes beside its entries."""
+
+    def __init__(self):
+        super().__init__(a=1)
+        self.k = 2.0
+
+
+class OpenList(list):
+    def __init__(self):
+        super().__init__([1])
+        self.k = 2.0
+
+
 def times(x, k=2.0):
     return x * k
 
@@ -309,6 +323,8 @@ HELD = {
         lambda held: held["k"],
         lambda held: [d.update(k=5.0) for d in DICTS],
     ),
+    "an attribute of a dict": (lambda: Open(), *k_of(lambda held: held)),
+    "an attribute of a list": (lambda: OpenList(), *k_of(lambda held: held)),
     "bytes": (lambda: bytearray(b"\2"), first, lambda held: held.__setitem__(0, 5)),
     "an array of numbers": (
         lambda: array.array("d", [2.0]),
