@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from graphcache.holdings import Slots, is_lazy
-from graphcache.hooks import derived_names
+from graphcache.hooks import derived_names, hook_dicts
 from graphcache.signature import TENSORS
 from graphcache.storages import is_plain, storage_id
 
@@ -30,10 +30,11 @@ class Attributes:
         derived = {id(vars(part)): derived_names(part) for part in slots.modules}
         values = [value for _, _, value in slots.places]
         inner = [value for value in values if type(value) in _LOOSE]
+        hooks = [held for part in slots.modules for held in hook_dicts(part)]
         self._classes = slots.classes
         self._taken = [
             (live, _copied(live), derived.get(id(live), set()))
-            for live in (*slots.containers, *inner)
+            for live in (*slots.containers, *inner, *hooks)
             if not isinstance(live, (tuple, types.MappingProxyType))
         ]
         self._tensors = [

@@ -9,6 +9,14 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_KEPT = (
+    *HOOKS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 GLOBAL_HOOKS = (
     nn.modules.module._global_forward_hooks,
     nn.modules.module._global_forward_pre_hooks,
@@ -17,6 +25,12 @@ _RECORDED_HOOKS = (WeightNorm, SpectralNorm)  # they only compute a weight, whic
 # Hooks that transformers leaves on its layers for good once somebody asked for hidden states. They
 # do nothing unless a call asks for such outputs, and return them from that call, as a replay does.
 _COLLECTING_HOOKS = "transformers.utils.output_capturing"
+
+
+def hook_dicts(module: nn.Module) -> list[dict[Any, Any]]:
+    """Where a module keeps its hooks, and which of them take keyword arguments."""
+    own = vars(module)
+    return [own[name] for name in _KEPT if isinstance(own.get(name), dict)]
 
 
 def recorded(module: nn.Module, kind: str) -> bool:

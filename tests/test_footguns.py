@@ -575,3 +575,26 @@ def test_a_row_that_is_masked_throughout_averages_over_the_padding(device: str) 
     ours, theirs = cache(x, mask), pooled(x, mask)
     assert_same(ours[::2], theirs[::2])
     assert differs(ours[1], theirs[1])  # should be equal!
+
+
+def test_indices_wrapped_by_the_size_wrap_at_the_bucket(device: str) -> None:
+    def forward(x: Tensor, p: Tensor) -> Tensor:
+        return x.gather(1, p % x.shape[1])
+
+    dims = ({0: "batch", 1: "seq"},) * 2
+    cache = GraphCache(forward, {"batch": [2], "seq": [8]}, dynamic_shapes=dims)
+    x, p = torch.randn(2, 6, device=device), torch.arange(6, device=device).expand(2, 6)
+    assert_same(cache(x, p), forward(x, p))
+    assert differs(cache(x, p - 1), forward(x, p - 1))  # should be equal!
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self.weight, "scale", 1.0)
+
+
+def test_attributes_of_a_weight_are_not_compared(device: str) -> None:
+    cache, x = GraphCache(Scaled(4, 4).to(device), [4]), rows(3, device)
+    cache(x)
+    cache.module.weight.scale = 2.0
+    assert differs(cache(x), cache.module(x))  # should be equal!

@@ -347,3 +347,43 @@ class TestCompilers:
             x = torch.randn(n, 4)
             torch.testing.assert_close(compiled(x), function(x))
         assert len(runs) == 3
+
+
+class Hooking(nn.Module):
+    """Registers a hook in its first forward, as transformers does to collect hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.done = False
+
+    def forward(self, x):
+        if not self.done:
+            self.inner.register_forward_hook(lambda module, args, output: output * 2)
+            self.done = True
+        return self.inner(x)
+
+
+def test_a_hook_that_forward_registers_is_registered_once(device):
+    """A trial takes its own away again."""
+    module, x = Hooking().to(device), torch.randn(3, 4, device=device)
+    cache = GraphCache(module, [8])
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(cache(x), nn.Linear.forward(module.inner, x) * 2)
+    assert len(module.inner._forward_hooks) == 1
+
+
+def test_hidden_states_of_an_encoder_are_collected_once(device):
+    """The hooks for them come with the first call that asks."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, attn_implementation="eager",
+    )  # fmt: skip
+    model = transformers.BertModel(config).to(device).eval()
+    cache, ids = GraphCache(model, [4, 8]), torch.randint(3, 50, (2, 5), device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            seen = cache(ids, output_hidden_states=True, output_attentions=True)
+            assert (len(seen.hidden_states), len(seen.attentions)) == (3, 2)
