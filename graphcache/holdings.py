@@ -43,16 +43,16 @@ def caches(module: nn.Module | None) -> Iterator[nn.Module]:
 
 def _all_modules(module: nn.Module | None) -> Iterator[nn.Module]:
     waiting = [module] if module is not None else []
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # kept, so that no id is given out again
     while waiting:
         for submodule in waiting.pop().modules():
             if id(submodule) not in seen:
-                seen.add(id(submodule))
+                seen[id(submodule)] = submodule
                 waiting += _hidden(submodule, seen)
                 yield submodule
 
 
-def _hidden(module: nn.Module, seen: set[int]) -> list[nn.Module]:
+def _hidden(module: nn.Module, seen: dict[int, Any]) -> list[nn.Module]:
     """Modules that a module holds unregistered: as a plain attribute, by a bound method, in
     containers and plain objects. `seen` are the containers that need no second look.
     """
@@ -64,7 +64,7 @@ def _hidden(module: nn.Module, seen: set[int]) -> list[nn.Module]:
         found += [value for value in values if issubclass(type(value), nn.Module)]
         holders = [holder for value in values for holder in _opened(value)]
         new = {id(holder): holder for holder in holders if id(holder) not in seen}
-        seen |= new.keys()
+        seen |= new
         values = [inner for holder in new.values() for _, inner in _items(holder)]
     return found
 
@@ -186,7 +186,7 @@ class Slots:
         for holder in _opened(value):
             key = id(value) if isinstance(holder, (Slotted, Underneath)) else id(holder)
             if depth == 0 or key in self._seen or self._inside >= _MOST_INSIDE:
-                return
+                continue
             self._seen.add(key)
             self._inside += 1
             self.containers.append(holder)

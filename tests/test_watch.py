@@ -251,6 +251,17 @@ class TestTree:
             model[0](torch.ones(3, 4))
         assert watch.same()
 
+    def test_modules_behind_many_bound_methods_are_all_found(self):
+        """Each part keeps the method of a module of its own."""
+        model = nn.Module()
+        hidden = [nn.Identity() for _ in range(50)]
+        for number, module in enumerate(hidden):
+            part = nn.Module()
+            part.call = module.forward
+            model.add_module(str(number), part)
+        found = set(map(id, tree(model)))
+        assert all(id(module) in found for module in hidden)
+
     def test_no_module_has_no_submodules(self):
         """For plain callables."""
         assert list(tree(None)) == []
