@@ -29,6 +29,8 @@ from graphcache.signature import (
     unflatten,
 )
 
+_NAME_AXES = "name in `dynamic_shapes` the axes of the arguments that vary, and no others"
+
 
 class Binder:
     """Binds calls to forward's parameters: a positional and a keyword call read the same."""
@@ -51,7 +53,8 @@ class Binder:
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:  # eager raises it again, for the caller
-            raise Fallback(Reason.UNSUPPORTED_INPUT, str(error)) from None
+            remedy = "call it with the arguments that forward takes"
+            raise Fallback(Reason.UNSUPPORTED_INPUT, str(error), remedy) from None
         arguments: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             if self._signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -175,6 +178,7 @@ class Reading:
             raise Fallback(
                 Reason.UNSUPPORTED_INPUT,
                 f"`dynamic_shapes` names axes that {path} of rank {rank} lacks",
+                _NAME_AXES,
             )
         return sorted((axis % rank, dims.names.index(dim)) for axis, dim in entries)
 
@@ -188,10 +192,13 @@ class Reading:
                     raise Fallback(
                         Reason.UNSUPPORTED_INPUT,
                         f"dim {name} is {size} elsewhere, {tensor.shape[axis]} in {path}",
+                        _NAME_AXES,
                     )
         if len(sizes) < len(self.dims):
             raise Fallback(
-                Reason.UNSUPPORTED_INPUT, f"no tensor has all of the dims {', '.join(self.dims)}"
+                Reason.UNSUPPORTED_INPUT,
+                f"no tensor has all of the dims {', '.join(self.dims)}",
+                _NAME_AXES,
             )
         return tuple(sizes[dim] for dim in range(len(self.dims)))
 

@@ -5,8 +5,10 @@ the graph itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from graphcache.attributes import Attributes
@@ -16,7 +18,7 @@ from graphcache.callplan import results
 from graphcache.compare import all_close, all_same, close
 from graphcache.errors import CaptureError, Fallback
 from graphcache.facts import Facts, Learner
-from graphcache.garbage import counted_down
+from graphcache.garbage import alike, counted_down
 from graphcache.generators import RandomStates
 from graphcache.graphs import Backend
 from graphcache.holdings import Slots
@@ -133,15 +135,10 @@ class Capturer:
         Raises:
             Fallback: they differ; the graph must not serve padded calls.
         """
-        bucket, inputs, sizes = entry.key[1], entry.key[0].inputs, reading.sizes
-        device, call = self._backend.device, reading.call
+        device, call, sizes = self._backend.device, reading.call, reading.sizes
         real = [tensor.detach().to(device, copy=True) for tensor in call.tensors]
-        fills = facts.fills(len(inputs))
         with _statics_kept(entry), self._undone(entry):
-            for static, spec, tensor, fill in zip(entry.inputs, inputs, real, fills, strict=True):
-                head(static, spec, sizes).copy_(tensor)
-                for refill in tails(static, spec, sizes, bucket, fill):
-                    refill()
+            _pad_into(entry.inputs, entry.key[0].inputs, real, facts, sizes, entry.key[1])
             if entry.draws:
                 padded = self._learner.observe(call, [t.clone() for t in entry.inputs], still=True)
                 made = _made(padded)
@@ -151,12 +148,29 @@ class Capturer:
             ours = {
                 k: view.clone() for k, view in results(entry, facts.axes(), sizes, made).items()
             }
-        seen = self._learner.observe(call, real, still=entry.draws)
-        theirs = _made(seen)
-        alike = seen.spec == entry.spec and ours.keys() == theirs.keys()
-        if not (alike and all(close(ours[k], theirs[k]) for k in ours)):
-            detail = f"bucket {bucket} gives another result than eager at sizes {sizes}"
-            raise Fallback(Reason.PAD_NOT_NEUTRAL, detail)
+        _refuse_other(entry, ours, self._learner.observe(call, real, still=entry.draws), sizes)
+
+    def compare_alike(self, entry: Entry, facts: Facts, reading: Reading) -> None:
+        """The same for rows much alike, if the module takes them. It runs instead of its graph,
+        under the watch that lets nothing out of a table's range.
+        """
+        device, inputs, sizes = self._backend.device, entry.key[0].inputs, reading.sizes
+        pairs = zip(reading.call.tensors, inputs, strict=True)
+        real = [alike(tensor.detach().to(device, copy=True), spec) for tensor, spec in pairs]
+        statics = [torch.empty_like(static) for static in entry.inputs]
+        _pad_into(statics, inputs, real, facts, sizes, entry.key[1])
+        try:
+            padded, seen = (
+                self._learner.observe(reading.call, tensors, still=True)
+                for tensors in (statics, real)
+            )
+            ours = results(entry, facts.axes(), sizes, _made(padded))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # opposites of values may be none that the module takes
+            traceback.clear_frames(error.__traceback__)
+            return
+        _refuse_other(entry, ours, seen, sizes)
 
     def _replay(
         self, entry: Entry, facts: Facts, real: Sequence[int], turned: bool
@@ -175,6 +189,31 @@ class Capturer:
                 *(view.clone() for view in results(entry, facts.axes(), real, made).values()),
                 *(storage_bytes(t).clone() for t in entry.writes),
             ]
+
+
+def _pad_into(
+    statics: Sequence[Tensor],
+    inputs: Sequence[Input],
+    real: Sequence[Tensor],
+    facts: Facts,
+    sizes: Sequence[int],
+    bucket: Sequence[int],
+) -> None:
+    fills = facts.fills(len(inputs))
+    for static, spec, tensor, fill in zip(statics, inputs, real, fills, strict=True):
+        head(static, spec, sizes).copy_(tensor)
+        for refill in tails(static, spec, sizes, bucket, fill):
+            refill()
+
+
+def _refuse_other(
+    entry: Entry, ours: Mapping[int, Tensor], seen: Observation, sizes: Sequence[int]
+) -> None:
+    theirs = _made(seen)
+    same_form = seen.spec == entry.spec and ours.keys() == theirs.keys()
+    if not (same_form and all(close(ours[k], theirs[k]) for k in ours)):
+        detail = f"bucket {entry.key[1]} gives another result than eager at sizes {tuple(sizes)}"
+        raise Fallback(Reason.PAD_NOT_NEUTRAL, detail)
 
 
 def _made(seen: Observation) -> dict[int, Tensor]:

@@ -40,7 +40,7 @@ class Report:
         """What to do about a finding: its reason's remedy, where that would change anything."""
         if found.reason is Reason.BATCH_COUPLED and self.evaluating:
             return "only exact sizes can have graphs; `model.eval()` is in force and does not help"
-        return found.reason.remedy
+        return found.remedy or found.reason.remedy
 
     def __str__(self) -> str:
         count = len(self.findings)

@@ -12,7 +12,6 @@ import importlib
 import json
 import math
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from graphcache import checking
 from graphcache import demo as demonstration
 from graphcache.demo import DemoReport
 from graphcache.errors import GraphCacheError
-from graphcache.frames import is_users
+from graphcache.frames import told
 from graphcache.padding import Fill
 from graphcache.version import __version__
 
@@ -134,13 +133,13 @@ def _made_by(factory: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
     except (ImportError, AttributeError, ValueError) as error:
         raise GraphCacheError(f"cannot find {factory!r}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise GraphCacheError(f"cannot import {factory!r}: {_told(error)}") from error
+        raise GraphCacheError(f"cannot import {factory!r}: {told(error)}") from error
     finally:
         sys.path.remove("")
     try:
         made = make()
     except (Exception, SystemExit) as error:
-        raise GraphCacheError(f"{factory} raised {_told(error)}") from error
+        raise GraphCacheError(f"{factory} raised {told(error)}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise GraphCacheError(
             f"{factory} returned {type(made).__name__}; return (module, args) or "
@@ -153,16 +152,6 @@ def _made_by(factory: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
             "kwargs; return something that can be called, and a dict."
         )
     return module, args if isinstance(args, tuple) else (args,), kwargs
-
-
-def _told(error: BaseException) -> str:
-    """An error of the user's own code, and where it came from."""
-    lines = [
-        f" at {frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if is_users(frame.filename)
-    ]
-    return f"{type(error).__name__}: {error}" + "".join(lines[-1:])
 
 
 def _count(text: str) -> int:

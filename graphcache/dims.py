@@ -46,6 +46,12 @@ class DynamicDims:
                 f"`dynamic_shapes` names {unknown}, "
                 f"but forward's parameters are {list(parameters)}."
             )
+        for name, entry in self._spec.items():
+            if isinstance(entry, str):
+                raise BucketError(
+                    f"`dynamic_shapes[{name!r}]` is {entry!r}; say which axes, "
+                    f"e.g. {{{name!r}: {{0: {entry!r}}}}}."
+                )
         found = dict.fromkeys(_names(self._spec))
         self.names: tuple[str, ...] = ("batch",) if self.implicit else tuple(found)
         if not self.names:

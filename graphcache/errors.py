@@ -25,20 +25,24 @@ class BucketError(GraphCacheError, ValueError):
 
 class Fallback(Exception):  # noqa: N818  (control flow, never an error: it does not leave the package)
     """The piece of work at hand runs eagerly, for `reason`; `detail` names the operation, line or
-    sizes.
+    sizes, `remedy` what to do about it where the reason's own remedy does not fit.
     """
 
-    def __init__(self, reason: Reason, detail: str = "") -> None:
+    def __init__(self, reason: Reason, detail: str = "", remedy: str = "") -> None:
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail
+        self.remedy = remedy or reason.remedy
         self.sizes: tuple[int, ...] | None = None  # of the call, for the traffic profile
 
     def again(self) -> Fallback:
         """The same, to keep or to raise anew: a raised exception holds the frames it passed, and
         their tensors.
         """
-        return Fallback(self.reason, self.detail)
+        return Fallback(self.reason, self.detail, self.remedy)
+
+    def finding(self) -> Finding:
+        return Finding(self.reason, self.detail or self.reason.phrase, remedy=self.remedy)
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail or self.reason.phrase}"
@@ -46,12 +50,15 @@ class Fallback(Exception):  # noqa: N818  (control flow, never an error: it does
 
 class Finding(NamedTuple):
     """One thing that stops a capture or makes padding wrong: the reason, the operation or what else
-    was seen, and the user's source line, "" where none is to blame.
+    was seen, the user's source line, "" where none is to blame, and what to do where the reason's
+    own remedy does not fit.
     """
 
     reason: Reason
     what: str
     line: str = ""
+    remedy: str = ""
 
     def fallback(self) -> Fallback:
-        return Fallback(self.reason, f"{self.what} at {self.line}" if self.line else self.what)
+        detail = f"{self.what} at {self.line}" if self.line else self.what
+        return Fallback(self.reason, detail, self.remedy)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from graphcache.errors import Finding
+from graphcache.errors import Fallback, Finding
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 
@@ -16,8 +17,9 @@ class Explanation:
     """The answer of `GraphCache.explain`.
 
     `action` is "replay", "capture", "split" or "eager". `sizes` and `bucket` are those of the
-    dynamic `dims`, `pieces` the buckets of a split. `reason` is None unless eager. `nearest` lists
-    how the call's key differs from the closest captured one.
+    dynamic `dims`, `pieces` the buckets of a split. `reason` is None unless eager, `detail` and
+    `remedy` say more and what to do. `nearest` lists how the call's key differs from the closest
+    captured one.
     """
 
     action: str
@@ -27,7 +29,13 @@ class Explanation:
     pieces: tuple[tuple[int, ...], ...] = ()
     reason: Reason | None = None
     detail: str = ""
+    remedy: str = ""
     nearest: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def eager(cls, why: Fallback, **known: Any) -> Explanation:
+        """A call that runs eagerly."""
+        return cls("eager", reason=why.reason, detail=why.detail, remedy=why.remedy, **known)
 
     def __str__(self) -> str:
         rows = [("action", self.action)]
@@ -46,7 +54,7 @@ class Explanation:
             rows.append(("pieces", " + ".join("x".join(map(str, piece)) for piece in self.pieces)))
         if self.reason is not None:
             rows.append(("reason", f"{self.reason}: {self.detail or self.reason.phrase}"))
-            rows.append(("to do", self.reason.remedy))
+            rows.append(("to do", self.remedy or self.reason.remedy))
         rows += [("differs" if i == 0 else "", line) for i, line in enumerate(self.nearest)]
         return "\n".join(f"{name:<8}{text}" for name, text in rows)
 
@@ -60,11 +68,12 @@ class ProbeReport:
     dims: dict[str, DimFacts]
     refused: Reason | None = None
     detail: str = ""
+    remedy: str = ""
 
     def findings(self) -> list[Finding]:
         """Why it is refused, or which dims must not be padded."""
         if self.refused is not None:
-            return [Finding(self.refused, self.detail)]
+            return [Finding(self.refused, self.detail, remedy=self.remedy)]
         return [
             Finding(facts.reason, f"dim {name}: {facts.detail}")
             for name, facts in self.dims.items()

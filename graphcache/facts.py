@@ -19,8 +19,10 @@ from graphcache.call import Call, Reading
 from graphcache.compare import all_close
 from graphcache.compiled import own_graphs
 from graphcache.errors import Fallback, Finding
+from graphcache.frames import told
 from graphcache.garbage import other_rows
 from graphcache.graphs import Backend
+from graphcache.holdings import Slots
 from graphcache.modes import Modes
 from graphcache.otherweights import Substitutes, other_weights
 from graphcache.padding import Fill, OutputAxis, fit
@@ -28,7 +30,7 @@ from graphcache.preflight import Observation, observe
 from graphcache.probe import HINT, DimFacts, Probe
 from graphcache.reasons import Reason
 from graphcache.signature import flatten
-from graphcache.storages import storage_id
+from graphcache.storages import is_plain, storage_id
 
 
 @dataclass(slots=True)
@@ -43,7 +45,8 @@ class Facts:
     writes: bool = False
     aliases: bool = False
     reads: frozenset[int] = frozenset()  # storages that were there before, by their ids
-    asks_grad: bool = False  # whether gradients are enabled, which a graph answers with no
+    # Whether gradients are enabled (a graph says no), how a tensor lies (in a graph densely).
+    asks: frozenset[Reason] = frozenset()
     dims: tuple[DimFacts, ...] | None = None
     uncut: Fallback | None = None  # why calls must not be served in pieces, once that went wrong
     cuts: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)  # compared with eager
@@ -164,7 +167,7 @@ class Learner:
             writes=bool(seen.writes),
             aliases=not made,
             reads=frozenset(map(storage_id, seen.reads)),
-            asks_grad=seen.asks_grad,
+            asks=seen.asks,
         )
         if any(origin.kind == "view" for origin in seen.origins):
             what = "a result is a view of an input"
@@ -255,22 +258,24 @@ class Learner:
         """Probe every dim between this call's sizes and the bucket's."""
         signature = reading.signature
         tensors, sizes = self._doubled(reading)
-        held = () if self._module is None else self._module.parameters()
-        weights = {} if self._trusting else other_weights(held)
-        today, another_day = (
-            functools.partial(self._checked, reading.call, w) for w in ({}, weights)
+        weights = [] if self._trusting else self._other_weights()
+        today, *other_days = (
+            functools.partial(self._checked, reading.call, w) for w in ({}, *weights)
         )
         probe = Probe(
-            today,
-            signature.inputs,
-            tensors,
-            sizes,
-            self._fill,
-            self._trusting,
-            another_day if weights else None,
+            today, signature.inputs, tensors, sizes, self._fill, self._trusting, other_days
         )
         dims = tuple(probe.dim(i, bucket[i]) for i in range(len(bucket)))
         return _apart(dims)
+
+    def _other_weights(self) -> list[Substitutes]:
+        """Everything that the module holds as it may be another day, and the parameters alone, if
+        it does not take that: a number in a buffer may be an index.
+        """
+        held = [value for _, _, value in Slots(self._module).places if isinstance(value, Tensor)]
+        parameters = [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
+        found = [other_weights(filter(is_plain, tensors)) for tensors in (held, parameters)]
+        return [weights for weights in found if weights]
 
     def _doubled(self, reading: Reading) -> tuple[list[Tensor], tuple[int, ...]]:
         """The call's tensors with two entries where a dim has one, and the sizes that they have.
@@ -300,8 +305,8 @@ class Learner:
         except (Fallback, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            what = f"other sizes or values raise {type(error).__name__}: {error}".splitlines()[0]
-            raise Fallback(Reason.PAD_NOT_NEUTRAL, f"{what}; {HINT}") from error
+            what = f"other sizes or values raise {told(error)}; {HINT}"
+            raise Fallback(Reason.PAD_NOT_NEUTRAL, what) from error
         if seen.hazard is not None:
             raise seen.hazard.again()
         return seen

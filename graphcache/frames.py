@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -24,11 +25,13 @@ def _is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def is_users(file: str) -> bool:
+def is_users(file: str, installed: bool = True) -> bool:
     """Whether code is neither PyTorch's nor this package's, nor Python's own library or a console
-    script.
+    script; that of `installed` packages counts.
     """
-    return not file.startswith(_NOBODYS) and (_is_installed(file) or not file.startswith(_LIBRARY))
+    if file.startswith(_NOBODYS):
+        return False
+    return installed if _is_installed(file) else not file.startswith(_LIBRARY)
 
 
 def user_frame() -> tuple[FrameType | None, int]:
@@ -50,6 +53,15 @@ def user_frame() -> tuple[FrameType | None, int]:
             installed = installed or (frame, depth)
         frame, depth = frame.f_back, depth + 1
     return installed or (None, depth)
+
+
+def told(error: BaseException) -> str:
+    """An error on one line, with the last line of a user's code that it came from."""
+    what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+    passed = traceback.walk_tb(error.__traceback__)
+    files = [(frame.f_code.co_filename, line) for frame, line in passed]
+    places = [f" at {file}:{line}" for file, line in files if is_users(file)]
+    return what + "".join(places[-1:])
 
 
 def user_line() -> str:

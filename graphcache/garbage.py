@@ -83,10 +83,12 @@ def telling(leaf: Tensor) -> Tensor:
     return leaf
 
 
-def turned_on(leaf: Tensor) -> Tensor:
+def turned_on(leaf: Tensor, spec: Input) -> Tensor:
     """A scalar argument as it may be another day: a flag the other way round, a number that a ReLU
     or a clamp would not hide. Others, and integers, which may be indices, stay.
     """
+    if spec.axes:
+        return leaf
     if leaf.numel() != 1:
         return leaf
     if leaf.dtype is torch.bool:
@@ -94,6 +96,30 @@ def turned_on(leaf: Tensor) -> Tensor:
     if leaf.is_floating_point() and not bool(leaf > 0):
         return torch.where(leaf == 0, torch.ones_like(leaf), leaf.abs())
     return leaf
+
+
+def switched(leaf: Tensor, spec: Input) -> Tensor:
+    """Integers and short vectors without a dynamic dim as they may be another day: what is 0 is 1.
+    A flag that is off hides what it lets through, and so does a weight of 0 in a mixture.
+    """
+    integers = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
+    if spec.axes or leaf.dim() > 1 or (leaf.numel() == 1 and not integers):
+        return leaf  # `turned_on` does single numbers and flags
+    if not bool((leaf == 0).any()):
+        return leaf
+    return torch.where(leaf == 0, torch.ones_like(leaf), leaf)
+
+
+def alike(leaf: Tensor, spec: Input) -> Tensor:
+    """Real rows that are much like the opposite of the first: a router sends all of them one way,
+    and a maximum over them no longer hides a zero. They differ enough to be told apart.
+    """
+    if not spec.axes or not leaf.numel() or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    first = leaf
+    for axis, _ in spec.axes:
+        first = first.narrow(axis, 0, 1)
+    return -(0.8 * first + 0.2 * leaf)
 
 
 def other_rows(leaf: Tensor, spec: Input, old: Sequence[int], new: Sequence[int]) -> Tensor:

@@ -12,19 +12,28 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphcache.delegate import Delegate
+from graphcache.frames import is_users
 from graphcache.hooks import derived_names
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
 _DEPTH = 3
 _MOST_INSIDE = 4096
+
+
+class Holder(nn.Module):
+    """Holds a plain callable, so that what it reads is found as what a module's attributes read."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        super().__init__()
+        self.target = target
 
 
 def tree(module: nn.Module | None) -> Iterator[nn.Module]:
@@ -54,12 +63,16 @@ def _all_modules(module: nn.Module | None) -> Iterator[nn.Module]:
 
 def _hidden(module: nn.Module, seen: dict[int, Any]) -> list[nn.Module]:
     """Modules that a module holds unregistered: as a plain attribute, by a bound method, in
-    containers and plain objects. `seen` are the containers that need no second look.
+    containers and plain objects, or as a global that its code names. `seen` are the containers and
+    classes that need no second look.
     """
     if isinstance(module, Delegate):
         return []
     found: list[nn.Module] = []
     values = [v for name, v in vars(module).items() if name not in _INTERNAL]
+    if id(type(module)) not in seen:
+        seen[id(type(module))] = type(module)
+        values += _run_by(type(module))
     for _ in range(_DEPTH + 1):
         found += [value for value in values if issubclass(type(value), nn.Module)]
         holders = [holder for value in values for holder in _opened(value)]
@@ -136,11 +149,86 @@ class Underneath(MutableMapping[Any, Any]):
         return dict.__len__(self._owner)
 
 
+class Outside(MutableMapping[str, Any]):
+    """What the user's own function reads by name from outside: its closure, and the globals that
+    its code names, without modules, classes and what installed packages define.
+    """
+
+    def __init__(self, function: types.FunctionType) -> None:
+        code, cells = function.__code__, function.__closure__ or ()
+        self._globals = function.__globals__
+        self._cells = dict(zip(code.co_freevars, cells, strict=True))
+        names = [name for name in _named(code) if name in self._globals]
+        found = {name: self._globals[name] for name in names if name not in self._cells}
+        self._names = (*self._cells, *(n for n, value in found.items() if not _is_fixed(value)))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents if name in self._cells else self._globals[name]
+        except ValueError:  # a cell that is empty yet
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+        else:
+            self._globals[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._cells:
+            del self._cells[name].cell_contents
+        else:
+            del self._globals[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _named(code: types.CodeType) -> list[str]:
+    """The names in a function's code, functions within it included."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return [*code.co_names, *itertools.chain.from_iterable(map(_named, inner))]
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a global is none that a user changes: a module, a class, a logger, a function of an
+    installed package.
+    """
+    if isinstance(value, types.FunctionType):
+        return not _is_own(value)
+    return issubclass(type(value), _FIXED) or type(value).__module__.split(".")[0] in _BUSY
+
+
+def _is_own(function: types.FunctionType) -> bool:
+    return is_users(function.__code__.co_filename, installed=False)
+
+
+def _run_by(kind: type) -> list[types.FunctionType]:
+    """The methods of the user's own that a call runs: `forward` or `__call__`, and those that the
+    code of these names.
+    """
+    bases = [base for base in reversed(kind.__mro__) if _is_users(base)]
+    methods = {name: value for base in bases for name, value in vars(base).items()}
+    found: dict[str, types.FunctionType] = {}
+    waiting = ["forward", "__call__"]
+    while waiting:
+        name = waiting.pop()
+        method = methods.get(name)
+        if name not in found and isinstance(method, types.FunctionType) and _is_own(method):
+            found[name] = method
+            waiting += _named(method.__code__)
+    return list(found.values())
+
+
 class Slots:
     """Every place that forward may read a value from: attributes of submodules and of their
     classes, and what lies inside them.
 
-    Lists, tuples, deques, dicts and plain objects (a config) are looked into to a depth of
+    Lists, tuples, deques, dicts, plain objects (a config) and what functions of the user's own read
+    from outside (see `Outside`) are looked into to a depth of
     `_DEPTH`, each once, `_MOST_INSIDE` of them and so many entries of each at the most, which
     bounds what a comparison costs. `modules` are the submodules, `classes` their classes with the
     attributes that those hold.
@@ -177,14 +265,14 @@ class Slots:
                 holder = vars(base)
                 self.containers.append(holder)
                 self.places += [(holder, n, value) for n, value in self.classes[base].items()]
-                for value in self.classes[base].values():
+                for value in (*self.classes[base].values(), *_run_by(base)):
                     self._look_into(value, _DEPTH)
 
     def _look_into(self, value: Any, depth: int) -> None:
         if depth and not issubclass(type(value), (*_CONTAINERS, nn.Module, Tensor)):
             self._look_at_class(value if isinstance(value, type) else type(value))
         for holder in _opened(value):
-            key = id(value) if isinstance(holder, (Slotted, Underneath)) else id(holder)
+            key = id(value) if isinstance(holder, _MADE) else id(holder)
             if depth == 0 or key in self._seen or self._inside >= _MOST_INSIDE:
                 continue
             self._seen.add(key)
@@ -204,6 +292,8 @@ def _internal(module: nn.Module) -> frozenset[str]:
 
 
 _CODE = (type, nn.Module, Tensor, types.ModuleType)
+_FIXED = (type, types.ModuleType, types.BuiltinFunctionType)
+_MADE = (Slotted, Underneath, Outside)  # anew at each look
 _CONTAINERS = (list, tuple, deque, dict, types.MappingProxyType)
 _READING = ("__len__", "__getitem__", "__iter__", "items")
 _LOCAL = (contextvars.ContextVar, threading.local)  # another value in each context or thread
@@ -221,9 +311,9 @@ def _opened(value: Any) -> list[Any]:
     if issubclass(kind, functools.partial):
         return [(value.func,), value.args, value.keywords]
     if kind is types.MethodType:
-        return [(value.__self__,)]
+        return [(value.__self__, value.__func__)]
     if kind is types.FunctionType:
-        return [value.__dict__] if value.__dict__ else []
+        return _read_by(value)
     if kind is weakref.ref:
         return [(value(),)]
     if issubclass(kind, (*_CODE, *_LOCAL)) or not _is_users(kind):
@@ -234,6 +324,14 @@ def _opened(value: Any) -> list[Any]:
         own = None
     slotted = [Slotted(value)] if any(map(_slots, kind.__mro__)) else []
     return [own, *slotted] if type(own) is dict else slotted
+
+
+def _read_by(function: types.FunctionType) -> list[Any]:
+    own = [function.__dict__] if function.__dict__ else []
+    if not _is_own(function):
+        return own
+    outside, kept = Outside(function), (function.__defaults__, function.__kwdefaults__)
+    return [*own, *([outside] if len(outside) else []), *filter(None, kept)]
 
 
 def _container(value: Any) -> list[Any]:

@@ -83,13 +83,20 @@ _HAND_OVERS = (
 )
 _FACTORIES = ("tensor", "as_tensor", "asarray")
 _SPLITS = ((torch, "tensor_split"), (torch.Tensor, "tensor_split"))
-# What a capture answers with no. Calls with gradients enabled get no graph of whoever asks for
-# them; calls in inference mode are not told from others, so there nobody does.
+# What a capture may answer otherwise than eager. Calls with gradients enabled get no graph of
+# whoever asks for them, nor do inputs with gaps of whoever asks how a tensor lies, which is dense
+# in a graph; calls in inference mode are not told from others, so there nobody does.
 _QUESTIONS = (
-    ("is_grad_enabled", Reason.GRAD),
-    ("is_inference_mode_enabled", Reason.OPAQUE_CODE),
+    (torch, "is_grad_enabled", Reason.GRAD, "torch.is_grad_enabled()"),
+    (torch, "is_inference_mode_enabled", Reason.OPAQUE_CODE, "torch.is_inference_mode_enabled()"),
+    (torch.Tensor, "stride", Reason.UNSUPPORTED_INPUT, "Tensor.stride()"),
+    (torch.Tensor, "is_contiguous", Reason.UNSUPPORTED_INPUT, "Tensor.is_contiguous()"),
 )
 
+
+#: The reasons of those questions that most calls may ask.
+QUESTIONS = frozenset({Reason.GRAD, Reason.UNSUPPORTED_INPUT})
+_NOT_ASKING = frozenset({"torch", "graphcache"})
 
 # Says what to note of a call.
 Judge = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Reason, str] | None]
@@ -190,7 +197,10 @@ def _stand_ins() -> list[_StandIn]:
     ]
     made = [_StandIn(torch, name, functools.partial(_made, name)) for name in _FACTORIES]
     split = [_StandIn(owner, name, _split_by_a_tensor) for owner, name in _SPLITS]
-    asked = [_StandIn(torch, asked[0], functools.partial(_asked, *asked)) for asked in _QUESTIONS]
+    asked = [
+        _StandIn(owner, name, functools.partial(_asked, reason, text))
+        for owner, name, reason, text in _QUESTIONS
+    ]
     others = [
         _StandIn(torch.Tensor, "to", _to_the_cpu),
         _StandIn(torch.Tensor, "new_tensor", _made_anew),
@@ -247,8 +257,8 @@ def _split_by_a_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[R
 
 
 def _asked(
-    name: str, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]
+    reason: Reason, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Reason, str] | None:
     """Asked by the user's code; torch's own asks too, but computes the same either way."""
     asking = sys._getframe(2).f_globals.get("__name__", "")
-    return None if asking.split(".")[0] == "torch" else (reason, f"torch.{name}()")
+    return None if asking.split(".")[0] in _NOT_ASKING else (reason, text)

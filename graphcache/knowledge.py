@@ -18,6 +18,7 @@ from graphcache.call import Call, Reading
 from graphcache.dims import DynamicDims
 from graphcache.errors import Fallback, Finding
 from graphcache.facts import Facts, Learner
+from graphcache.frames import told
 from graphcache.graphs import CAPTURE_LOCK, Backend
 from graphcache.modes import Modes
 from graphcache.preflight import plain_modes
@@ -104,7 +105,7 @@ class Knowledge:
         facts = self._facts.get(reading.signature) or self._learn(reading)
         if facts.refused is None or facts.findings:
             return facts.findings
-        return [Finding(facts.refused.reason, facts.refused.detail)]
+        return [facts.refused.finding()]
 
     def _learn(self, reading: Reading) -> Facts:
         try:
@@ -156,8 +157,7 @@ class Knowledge:
             raise Fallback(Reason.OUT_OF_MEMORY, str(error).splitlines()[0]) from error
         except Exception as error:
             traceback.clear_frames(error.__traceback__)
-            what = f"a trial run raised {type(error).__name__}: {error}".splitlines()[0]
-            raise Fallback(Reason.CAPTURE_FAILED, what) from error
+            raise Fallback(Reason.CAPTURE_FAILED, f"a trial run raised {told(error)}") from error
 
     def examples(self) -> list[Call]:
         """One small call of each form that was learned and not refused."""

@@ -99,9 +99,15 @@ class MissPath:
         """
         if entry.checked or self.knowledge.trusting:
             return
-        lowest = facts.at_least(self.buckets.lowest(entry.key[1]), entry.key[1])
-        smallest = self._resized(reading.call, lowest)
-        self.store.check_padding(entry, facts, self.knowledge.read(smallest))
+        bucket = entry.key[1]
+        lowest = facts.at_least(self.buckets.lowest(bucket), bucket)
+        middle = tuple(
+            max(low, (low + size) // 2) for low, size in zip(lowest, bucket, strict=True)
+        )
+        smallest, between = (
+            self.knowledge.read(self._resized(reading.call, sizes)) for sizes in (lowest, middle)
+        )
+        self.store.check_padding(entry, facts, smallest, between)
 
     def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         _refuse_gaps(reading, entry)
@@ -137,8 +143,7 @@ class MissPath:
         self.sizes_read = reading.traffic
         refuse_empty(reading.sizes, reading.dims)
         reading, facts = self.knowledge.of(reading, self._admit_signature)
-        if facts.asks_grad and torch.is_grad_enabled():
-            raise Fallback(Reason.GRAD, "forward asks torch.is_grad_enabled()")
+        _refuse_answers(reading, facts)
         return reading, facts
 
     def _refuse_grad(self, call: Call) -> None:
@@ -232,7 +237,7 @@ class MissPath:
             uses = self.store.graphs.uses(key) + 1
             self.store.refuse_unfit(key, route.why_exact, uses)
         except Fallback as why:
-            return Explanation("eager", dims, sizes, bucket, (), why.reason, why.detail, nearest)
+            return Explanation.eager(why, dims=dims, sizes=sizes, bucket=bucket, nearest=nearest)
         return Explanation("capture", dims, sizes, bucket, nearest=nearest)
 
     def _nearest(self, key: Key) -> tuple[str, ...]:
@@ -279,7 +284,7 @@ class MissPath:
                     found += self._warm_alone(call, largest)
                 findings = [*report.findings(), *found]
         except Fallback as fallback:
-            findings = [Finding(fallback.reason, fallback.detail or fallback.reason.phrase)]
+            findings = [fallback.finding()]
         return findings, report
 
     def _warm_alone(self, call: Call, bucket: tuple[int, ...]) -> list[Finding]:
@@ -287,8 +292,8 @@ class MissPath:
         try:
             self.warm(call, bucket)
         except Fallback as fallback:
-            what = fallback.detail or fallback.reason.phrase
-            return [Finding(fallback.reason, f"bucket {bucket}: {what}")]
+            found = fallback.finding()
+            return [found._replace(what=f"bucket {bucket}: {found.what}")]
         return []
 
     # Change and forgetting.
@@ -356,13 +361,27 @@ class MissPath:
             refuse_capturing()
 
 
+def _refuse_answers(reading: Reading, facts: Facts) -> None:
+    """Refuse calls to which a graph would give forward another answer than eager."""
+    if Reason.GRAD in facts.asks and torch.is_grad_enabled():
+        raise Fallback(Reason.GRAD, "forward asks torch.is_grad_enabled()")
+    if Reason.UNSUPPORTED_INPUT in facts.asks:
+        for path, given in zip(reading.paths, reading.call.tensors, strict=True):
+            if not _is_dense(given):
+                what = f"forward asks how tensors lie in memory, and {path} has gaps or overlaps"
+                raise Fallback(Reason.UNSUPPORTED_INPUT, what, f"pass {path}.contiguous()")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return torch.empty_like(tensor).stride() == tensor.stride()
+
+
 def _refuse_gaps(reading: Reading, entry: Entry) -> None:
     """Refuse to return an input that has gaps or overlaps as it is: `contiguous()` gives a dense
     static input back, and makes a copy of the caller's.
     """
     for origin in entry.origins:
         if origin.kind == "input":
-            given = reading.call.tensors[origin.place]
-            if torch.empty_like(given).stride() != given.stride():
+            if not _is_dense(reading.call.tensors[origin.place]):
                 detail = f"{reading.paths[origin.place]}, which is not dense, may be returned"
                 raise Fallback(Reason.UNSUPPORTED_OUTPUT, detail)

@@ -2,9 +2,9 @@
 
 A probe learns from the weights of the moment. A gate of zeros (LoRA's B, ReZero, a fresh
 LayerScale) hides whatever it multiplies, and an optimizer's step or a load would bring it out
-behind the probe's back. So modules with such weights are probed a second time, with weights that
-say something: what a network computes from generic weights depends on a row only if it nearly
-always does.
+behind the probe's back; and so would statistics and flags in buffers that are loaded later. So
+modules with such tensors are probed a second time, with some that say something: what a network
+computes from generic weights depends on a row only if it nearly always does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from graphcache.storages import storage_bytes, storage_id
 Substitutes = dict[int, Tensor]
 
 
-def other_weights(parameters: Iterable[Tensor]) -> Substitutes:
-    """For each storage with parameters that tell nothing, a copy of it in which they do, by the
-    storage's id; nothing is written to the module. Waits for the device.
+def other_weights(held: Iterable[Tensor]) -> Substitutes:
+    """For each storage with tensors of a module that tell nothing, a copy of it in which they do,
+    by the storage's id; nothing is written to the module. Waits for the device.
 
-    One value throughout tells nothing, and neither does a scalar that is not positive, which
-    a ReLU or a clamp may hide.
+    One value throughout tells nothing, and neither does a zero in a vector, which may be the weight
+    of something, or a scalar that is not positive, which a ReLU or a clamp may hide. Integers may
+    be indices: of them only the number 0 becomes 1.
     """
     found: Substitutes = {}
-    for parameter in parameters:
-        if parameter.is_floating_point() and parameter.numel() and _mute(parameter):
-            key = storage_id(parameter)
+    for tensor in held:
+        if tensor.numel() and _mute(tensor):
+            key = storage_id(tensor)
             if key not in found:
-                found[key] = storage_bytes(parameter).clone()
-            standing_in(found[key], parameter).copy_(_telling(parameter))
+                found[key] = storage_bytes(tensor).clone()
+            standing_in(found[key], tensor).copy_(_telling(tensor))
     return found
 
 
@@ -44,15 +45,31 @@ def standing_in(substitute: Tensor, tensor: Tensor) -> Tensor:
     return whole.set_(substitute.untyped_storage(), *place)
 
 
-def _mute(parameter: Tensor) -> bool:
-    first = parameter.flatten()[0]
-    if parameter.numel() == 1:
-        return not bool(first > 0)
-    return bool((parameter == first).all())
+def _mute(tensor: Tensor) -> bool:
+    floats, flags = tensor.is_floating_point(), tensor.dtype is torch.bool
+    if tensor.is_quantized or tensor.is_complex() or (floats and tensor.dtype.itemsize == 1):
+        return False
+    if tensor.numel() == 1:
+        return flags or not bool(tensor > 0 if floats else tensor != 0)
+    if tensor.dim() == 1 and (floats or flags) and bool((tensor == 0).any()):
+        return True
+    return floats and _uniform(tensor)
 
 
-def _telling(parameter: Tensor) -> Tensor:
-    """Around the value that it has, or around 1 for zeros; a scalar without its sign."""
-    noise = (0.5 + uniform(parameter.shape)).to(parameter.device)
-    unit = parameter.flatten()[0].abs().float()
+def _uniform(tensor: Tensor) -> bool:
+    return bool((tensor == tensor.flatten()[0]).all())
+
+
+def _telling(tensor: Tensor) -> Tensor:
+    """A single flag the other way round, others on; a single integer 1; numbers around the value
+    that all have, without its sign, or around 1 in the place of zeros.
+    """
+    if tensor.dtype is torch.bool and tensor.numel() == 1:
+        return tensor.logical_not()
+    if not tensor.is_floating_point():
+        return torch.ones_like(tensor)
+    noise = (0.5 + uniform(tensor.shape)).to(tensor.device)
+    if not _uniform(tensor):
+        return torch.where(tensor == 0, noise.to(tensor.dtype), tensor)
+    unit = tensor.flatten()[0].abs().float()
     return torch.where(unit > 0, unit, torch.ones_like(unit)) * noise

@@ -31,7 +31,7 @@ from graphcache.frames import user_line
 from graphcache.generators import RandomStates, default_generators, refuse_iterators
 from graphcache.hazards import operation_hazard, tensors_in, written_tensors
 from graphcache.holdings import Slots
-from graphcache.hostreads import noticing_host_reads
+from graphcache.hostreads import QUESTIONS, noticing_host_reads
 from graphcache.otherweights import Substitutes, standing_in
 from graphcache.reasons import Reason
 from graphcache.signature import Spec, flatten
@@ -65,7 +65,7 @@ class Observation:
     draws: bool
     origins: list[Origin]
     findings: list[Finding]
-    asks_grad: bool
+    asks: frozenset[Reason]
     made: list[weakref.ref[Any]]
     operations: set[str]
 
@@ -138,7 +138,7 @@ class Observer(TorchDispatchMode):
         self.operations: set[str] = set()
         self.drew = False
         self.python_drew = False
-        self.asks_grad = False
+        self.asks: set[Reason] = set()
         self.reads: dict[int, Tensor] = {}
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.generators: dict[torch.Generator, Tensor] = {}
@@ -209,10 +209,11 @@ class Observer(TorchDispatchMode):
 
     def note(self, reason: Reason, what: str) -> None:
         """Keep a hazard, with the user's source line; the same one of a loop once. That forward
-        asks for gradients is one only where they are enabled.
+        asks for gradients is one only where they are enabled, and that it asks how a tensor lies
+        only for inputs with gaps.
         """
-        if reason is Reason.GRAD:
-            self.asks_grad = True
+        if reason in QUESTIONS:
+            self.asks.add(reason)
             return
         self.python_drew = self.python_drew or reason is Reason.GENERATOR
         found = Finding(reason, what, user_line())
@@ -314,7 +315,7 @@ def observe(
         draws=draws,
         origins=origins,
         findings=findings,
-        asks_grad=observer.asks_grad,
+        asks=frozenset(observer.asks),
         made=observer.made_beside(outputs),
         operations=observer.operations,
     )

@@ -11,6 +11,7 @@ assert, which ends the process's CUDA context.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -26,11 +27,13 @@ from graphcache.garbage import (
     FAINT,
     LARGE,
     PLAIN,
+    alike,
     counted_down,
     extreme,
     garbage,
     marked,
     mixed,
+    switched,
     telling,
     turned_on,
 )
@@ -83,8 +86,8 @@ class Probe:
         named: fills that the caller chose, by input name.
         trusting: leave out the garbage (verify="off"): shapes are learned, neutrality is taken for
             granted.
-        another_day: `run` on weights that the module may have another day; None where today's tell
-            everything.
+        other_days: `run` on weights that the module may have another day, the first for choice;
+            none where today's tell everything.
     """
 
     def __init__(
@@ -95,10 +98,10 @@ class Probe:
         sizes: Sequence[int],
         named: Mapping[str, Fill],
         trusting: bool = False,
-        another_day: Run | None = None,
+        other_days: Sequence[Run] = (),
     ) -> None:
         self._run = run
-        self._another_day = another_day
+        self._other_runs = other_days
         self._inputs = inputs
         self._leaves = [telling(leaf) for leaf in leaves]
         self._sizes = tuple(sizes)
@@ -123,11 +126,15 @@ class Probe:
                 days = [
                     trial,
                     *self._other_days(dim, real, padded),
-                    *self._mixed_day(trial, dim, real, padded),
+                    *self._perhaps(dim, real, padded, mixed),
+                    *self._perhaps(dim, real, padded, switched),
                 ]
-                faint = self._faint(trial, dim, real, padded)
+                beside = [
+                    *self._faint(trial, dim, real, padded),
+                    *self._perhaps(dim, real, padded, alike),
+                ]
                 between = functools.partial(self._trial, dim, real, padded)
-                facts = self._settle(days, faint, axes, between)
+                facts = self._settle(days, beside, axes, between)
             smallest = 1 if self._holds_at_one(trial, facts, axes, dim, padded) else 2
             return dataclasses.replace(facts, axes=axes, smallest=smallest)
         except Fallback as refusal:
@@ -176,22 +183,22 @@ class Probe:
         """One more trial with weights and scalars as they may be another day: a gate that is closed
         today hides what it lets through.
         """
-        pairs = zip(self._leaves, self._inputs, strict=True)
-        changed = any(turned_on(leaf) is not leaf for leaf, spec in pairs if not spec.axes)
-        if self._another_day is None and not changed:
-            return []
-        return [self._trial(dim, real, padded, _on_another_day, self._another_day)]
+        for run in self._other_runs:
+            with contextlib.suppress(Fallback):
+                return [self._trial(dim, real, padded, turned_on, run)]
+        return [self._trial(dim, real, padded, turned_on)] if self._changes(turned_on) else []
 
-    def _mixed_day(self, trial: DimTrial, dim: int, real: int, padded: int) -> list[DimTrial]:
-        """One more trial with other integers and bools, unless the module does not take them: 1 may
-        be out of a table's range.
+    def _perhaps(self, dim: int, real: int, padded: int, change: Change) -> list[DimTrial]:
+        """One more trial with other values, unless the module does not take them: 1 may be out of a
+        table's range.
         """
-        if all(map(self._is_float, trial.followers)):
-            return []
-        try:
-            return [self._trial(dim, real, padded, mixed)]
-        except Fallback:
-            return []
+        with contextlib.suppress(Fallback):
+            return [self._trial(dim, real, padded, change)] if self._changes(change) else []
+        return []
+
+    def _changes(self, change: Change) -> bool:
+        pairs = zip(self._leaves, self._inputs, strict=True)
+        return any(change(leaf, spec) is not leaf for leaf, spec in pairs)
 
     def _trust(self, trial: DimTrial) -> DimFacts:
         fills = {i: self._named.get(self._inputs[i].name, REPEAT) for i in trial.followers}
@@ -200,11 +207,11 @@ class Probe:
     def _settle(
         self,
         days: Sequence[DimTrial],
-        faint: Sequence[DimTrial],
+        beside: Sequence[DimTrial],
         axes: list[list[OutputAxis]],
         between: Callable[[Change], DimTrial],
     ) -> DimFacts:
-        trials = [*days, *faint]
+        trials = [*days, *beside]
         for controls in self._control_sets(days[0]):
             marked = self._marked(days[0], controls, between)
             if all(
@@ -320,10 +327,6 @@ class Probe:
 
 def _made_faint(leaf: Tensor, spec: Input) -> Tensor:
     return leaf * FAINT if leaf.is_floating_point() else leaf
-
-
-def _on_another_day(leaf: Tensor, spec: Input) -> Tensor:
-    return leaf if spec.axes else turned_on(leaf)
 
 
 def _may_control(spec: Input, named: Mapping[str, Fill]) -> bool:

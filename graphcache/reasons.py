@@ -119,7 +119,7 @@ class Reason(StrEnum):
     VERIFY_MISMATCH = (
         "verify-mismatch",
         "a shadow run by eager differed, so this key is quarantined",
-        "please report it with the module",
+        "pass globals that forward reads as arguments, or `invalidate()`; else please report it",
     )
     DEVICE = (
         "device",

@@ -36,7 +36,7 @@ class FallbackReport:
     def __call__(self, fallback: Fallback) -> None:
         reason = fallback.reason
         why = f"{fallback.detail} ({reason.phrase})" if fallback.detail else reason.phrase
-        text = f"{self._name} runs eagerly: {reason}: {why}; to do: {reason.remedy}"
+        text = f"{self._name} runs eagerly: {reason}: {why}; to do: {fallback.remedy}"
         if self._policy == "raise" and reason not in QUIET:
             kind = CaptureError if reason is Reason.CAPTURE_FAILED else GraphCacheError
             raise kind(f"{text}.") from fallback

@@ -14,6 +14,7 @@ from graphcache.call import Call
 from graphcache.delegate import Delegate
 from graphcache.errors import Fallback, Finding, GraphCacheError
 from graphcache.explain import Explanation, ProbeReport
+from graphcache.holdings import Holder
 from graphcache.miss import MissPath
 from graphcache.padding import Fill
 from graphcache.planning.profile import TrafficProfile
@@ -101,9 +102,8 @@ class GraphCache(Delegate):
                 f"`module` is {module!r}; pass an nn.Module, a bound method or a callable."
             )
         if autograd or group is not None:
-            raise GraphCacheError(
-                "`autograd=True` and `group=` are not yet supported; leave them out."
-            )
+            early = "`autograd=True` is" if autograd else "`group=` is"
+            raise GraphCacheError(f"{early} not yet supported; leave it out.")
         settings = Settings(
             buckets=buckets,
             dynamic_shapes=dynamic_shapes,
@@ -129,7 +129,7 @@ class GraphCache(Delegate):
         own["_wrapped"], own["_settings"] = module, settings
         ledger = Ledger()
         report = FallbackReport(self._name(), settings.on_fallback)
-        watched = owner if isinstance(owner, nn.Module) else None
+        watched = owner if isinstance(owner, nn.Module) else Holder(module)
         own["_miss"] = MissPath(module, watched, settings, ledger)
         own["_server"] = Server(self._miss, ledger, report, Shadow(settings.shadowed))
 
@@ -289,7 +289,7 @@ class GraphCache(Delegate):
             try:
                 return self._miss.explain(args, kwargs)
             except Fallback as fallback:
-                return Explanation("eager", reason=fallback.reason, detail=fallback.detail)
+                return Explanation.eager(fallback)
 
     def probe(self, *args: Any, **kwargs: Any) -> ProbeReport:
         """Run the padding probe on a call now and report what was found about each dim. Trial runs,
@@ -304,7 +304,7 @@ class GraphCache(Delegate):
             try:
                 return self._miss.probe(args, kwargs)
             except Fallback as fallback:
-                return ProbeReport({}, fallback.reason, fallback.detail)
+                return ProbeReport({}, fallback.reason, fallback.detail, fallback.remedy)
 
     def _look(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

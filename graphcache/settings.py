@@ -56,6 +56,8 @@ class Settings:
                 raise GraphCacheError(
                     f"`{name}` is {getattr(self, name)!r}; pass one of {', '.join(choices)}."
                 )
+        if not isinstance(self.compile, bool):
+            raise GraphCacheError(f"`compile` is {self.compile!r}; pass True or False.")
         for name in ("max_graphs", "max_signatures", "capture_after"):
             value = getattr(self, name)
             if value is not None and (

@@ -20,6 +20,7 @@ from graphcache.call import Reading
 from graphcache.capture import Capturer
 from graphcache.errors import Fallback
 from graphcache.facts import Facts
+from graphcache.frames import told
 from graphcache.graphs import CAPTURE_LOCK, Backend
 from graphcache.preflight import plain_modes
 from graphcache.reasons import Reason
@@ -132,7 +133,10 @@ class GraphStore:
             return
         typical = min(entry.nbytes for entry in self.graphs.entries())
         if self.graph_bytes() + typical > limit:
-            taken = f"{self.graph_bytes():,} of {limit:,} bytes are taken (`max_bytes`)"
+            taken = (
+                f"{self.graph_bytes():,} of {limit:,} bytes are taken (`max_bytes`), "
+                f"and the smallest graph has {typical:,}"
+            )
             raise Fallback(Reason.MEMORY_BUDGET, taken)
 
     # Capture.
@@ -171,7 +175,8 @@ class GraphStore:
         taken = self.graph_bytes() + entry.static_bytes
         self._release(entry)
         self._evict_all()
-        raise Fallback(Reason.MEMORY_BUDGET, f"bucket {key[1]} alone takes {taken:,} bytes")
+        what = f"bucket {key[1]} alone takes {taken:,} bytes, more than `max_bytes`"
+        raise Fallback(Reason.MEMORY_BUDGET, what)
 
     def _fits(self, entry: Entry) -> bool:
         limit = self._settings.max_bytes
@@ -202,10 +207,9 @@ class GraphStore:
             traceback.clear_frames(error.__traceback__)  # they hold tensors of the pool
             if not len(self.graphs):
                 self._backend.flush()  # beside live graphs it stays in the pool, for later captures
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise Fallback(Reason.CAPTURE_FAILED, what) from error
+            raise Fallback(Reason.CAPTURE_FAILED, told(error)) from error
 
-    def check_padding(self, entry: Entry, facts: Facts, smallest: Reading) -> None:
+    def check_padding(self, entry: Entry, facts: Facts, smallest: Reading, middle: Reading) -> None:
         """Before a graph serves its first padded call. One that fails leaves; its bucket is
         refused.
 
@@ -214,6 +218,8 @@ class GraphStore:
             facts: what is known of its signature.
             smallest: a call of the smallest sizes that its bucket serves. Whatever changes at one
                 size between there and the bucket shows at one of the two ends.
+            middle: a call of half of the bucket or so. There rows much alike are tried, since what
+                has room for a share of the rows (the experts of a mixture) shows it then.
 
         Raises:
             Fallback: padding changes real results of this graph.
@@ -227,6 +233,7 @@ class GraphStore:
             except Exception as error:  # a size that the module does not take
                 traceback.clear_frames(error.__traceback__)
                 entry.picky = True
+            self._capturer.compare_alike(entry, facts, middle)
             entry.checked = True
 
     def compare(self, entry: Entry, facts: Facts, reading: Reading) -> None:
@@ -253,8 +260,7 @@ class GraphStore:
             raise Fallback(Reason.OUT_OF_MEMORY, str(error).splitlines()[0]) from error
         except Exception as error:  # eager raises the same to the caller
             traceback.clear_frames(error.__traceback__)
-            what = f"a trial run raised {type(error).__name__}: {error}".splitlines()[0]
-            raise Fallback(Reason.CAPTURE_FAILED, what) from error
+            raise Fallback(Reason.CAPTURE_FAILED, f"a trial run raised {told(error)}") from error
 
     # Release.
 

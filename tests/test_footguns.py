@@ -2,12 +2,11 @@
 
 | silent: a wrong or surprising result, no error            | way out                             |
 | --------------------------------------------------------- | ----------------------------------- |
-| a global that forward reads is frozen in the graph        | verify= finds it; an argument       |
-| a Python branch on a global is frozen as well             | the same                            |
-| a module behind a plain callable is not watched           | pass the module or its bound method |
+| a value of another Python module is frozen in the graph   | verify= finds it; an argument       |
+| a Python branch on one is frozen as well                  | the same                            |
 | what a function held by a submodule returns is frozen     | assign it anew; invalidate          |
 | a branch on the size is that of the bucket                | verify= finds it; a bucket at it    |
-| side effects of forward (printing, appending) happen once | return them                         |
+| side effects of forward (printing) happen at capture      | return them                         |
 | verify="off" pads through batch statistics                | the probe, verify="capture"         |
 | verify="off" pads a mean over an unmasked length          | a mask, and fill= for it            |
 | random numbers: padded rows draw too, so streams differ   | a bucket of the exact size          |
@@ -30,21 +29,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import BY_NAME, assert_same
+from zoo import BY_NAME, ELSEWHERE, assert_same
 
 from graphcache import GraphCache
-
-GLOBAL = {"scale": 1.0, "double": False}
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Any:
-    GLOBAL.update(scale=1.0, double=False)
+    vars(ELSEWHERE).update(scale=1.0, double=False)
     with torch.no_grad():
         yield
 
@@ -57,14 +55,14 @@ def differs(ours: Tensor, theirs: Tensor) -> bool:
     return not torch.allclose(ours, theirs)
 
 
-class ByGlobal(nn.Module):
+class BySetting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * GLOBAL["scale"]
+        return x * ELSEWHERE.scale
 
 
 class ByBranch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if GLOBAL["double"] else x * 1
+        return x * 2 if ELSEWHERE.double else x * 1
 
 
 class Mean(nn.Module):
@@ -88,22 +86,22 @@ class Centred(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "change"), [(ByGlobal, {"scale": 3.0}), (ByBranch, {"double": True})]
+    ("module", "change"), [(BySetting, {"scale": 3.0}), (ByBranch, {"double": True})]
 )
-def test_a_global_read_by_forward_is_frozen(
+def test_a_value_of_another_module_read_by_forward_is_frozen(
     module: type[nn.Module], change: dict[str, Any], device: str
 ) -> None:
     """A value or a branch; eager would see the new one."""
     cache, x = GraphCache(module().to(device), [4]), rows(3, device)
     cache(x)
-    GLOBAL.update(change)
+    vars(ELSEWHERE).update(change)
     assert differs(cache(x), cache.module(x))  # should be equal!
 
 
 @pytest.mark.parametrize(
-    ("module", "change"), [(ByGlobal, {"scale": 3.0}), (ByBranch, {"double": True})]
+    ("module", "change"), [(BySetting, {"scale": 3.0}), (ByBranch, {"double": True})]
 )
-def test_a_frozen_global_is_found_by_verify_and_cured_by_invalidate(
+def test_a_frozen_value_is_found_by_verify_and_cured_by_invalidate(
     module: type[nn.Module], change: dict[str, Any], device: str
 ) -> None:
     """The key is quarantined at the first shadowed call; or say that something changed."""
@@ -111,7 +109,7 @@ def test_a_frozen_global_is_found_by_verify_and_cured_by_invalidate(
     told = GraphCache(module().to(device), [4])
     checked(x)
     told(x)
-    GLOBAL.update(change)
+    vars(ELSEWHERE).update(change)
     checked(x)
     told.invalidate()
     assert_same(checked(x), checked.module(x))
@@ -120,20 +118,11 @@ def test_a_frozen_global_is_found_by_verify_and_cured_by_invalidate(
     assert told.stats().eager == 0
 
 
-def test_a_global_passed_as_an_argument_is_part_of_the_key(device: str) -> None:
+def test_a_value_passed_as_an_argument_is_part_of_the_key(device: str) -> None:
     cache, x = GraphCache(lambda x, scale: x * scale, [4]), rows(3, device)
     for scale in (1.0, 3.0, 1.0):
-        GLOBAL["scale"] = scale
-        assert_same(cache(x, GLOBAL["scale"]), x * scale)
-
-
-def test_a_module_behind_a_plain_callable_is_not_watched(device: str) -> None:
-    """Its training flag; of its tensors only those that the run read are, until they are freed."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)).to(device).eval()
-    cache, x = GraphCache(lambda x: module(x), [4]), rows(3, device)
-    cache(x)
-    module.train()
-    assert differs(cache(x), torch.zeros(3, 4, device=device))  # should be zeros!
+        ELSEWHERE.scale = scale
+        assert_same(cache(x, ELSEWHERE.scale), x * scale)
 
 
 @pytest.mark.parametrize("bound", [True, False])
@@ -154,7 +143,7 @@ class Configured(nn.Module):
 
     @staticmethod
     def fixed(scale: float) -> Any:
-        return lambda: scale * GLOBAL["scale"]
+        return lambda: scale * ELSEWHERE.scale
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale()
@@ -164,7 +153,7 @@ def test_what_a_function_held_by_a_submodule_returns_is_frozen(device: str) -> N
     """Functions are compared by identity."""
     cache, x = GraphCache(Configured(1.0).to(device), [4]), rows(3, device)
     cache(x)
-    GLOBAL["scale"] = 3.0
+    ELSEWHERE.scale = 3.0
     assert differs(cache(x), cache.module(x))  # should be equal!
 
 
@@ -232,8 +221,24 @@ def test_a_branch_on_the_size_is_found_by_verify_or_probed_where_it_shows(device
             assert_same(cache(x), cache.module(x))
 
 
-def test_side_effects_of_forward_are_not_replayed(device: str) -> None:
+def test_side_effects_of_forward_are_not_replayed(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They are those of the trials and of the capture, whose number is not promised."""
+
+    def telling(x: Tensor) -> Tensor:
+        print(len(x))
+        return x * 2
+
+    cache = GraphCache(telling, [4])
+    cache(rows(4, device))
+    assert capsys.readouterr().out
+    cache(rows(4, device))
+    assert not capsys.readouterr().out  # should be one more!
+
+
+def test_lists_that_forward_appends_to_are_found(device: str) -> None:
+    """Calls run eagerly, so that each appends once."""
     seen: list[int] = []
 
     def noting(x: Tensor) -> Tensor:
@@ -241,10 +246,10 @@ def test_side_effects_of_forward_are_not_replayed(device: str) -> None:
         return x * 2
 
     cache = GraphCache(noting, [4])
-    cache(rows(4, device))
-    before = len(seen)
-    cache(rows(4, device))
-    assert len(seen) == before  # should be one more!
+    for _ in range(2):
+        cache(rows(4, device))
+    assert seen == [4, 4]
+    assert cache.stats().fallbacks == {"state-written": 2}
 
 
 def test_what_is_returned_needs_no_side_effect(device: str) -> None:
@@ -598,3 +603,49 @@ def test_attributes_of_a_weight_are_not_compared(device: str) -> None:
     cache(x)
     cache.module.weight.scale = 2.0
     assert differs(cache(x), cache.module(x))  # should be equal!
+
+
+class InC(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = ctypes.c_float(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.value
+
+
+def test_values_that_live_in_c_are_not_compared(device: str) -> None:
+    cache, x = GraphCache(InC(), [4]), rows(3, device)
+    cache(x)
+    cache.module.scale.value = 3.0
+    assert differs(cache(x), cache.module(x))  # should be equal!
+
+
+def test_attributes_of_arguments_are_not_compared(device: str) -> None:
+    def scaled(x: Any) -> Tensor:
+        return x * getattr(x, "scale", 1.0)
+
+    cache, x = GraphCache(scaled, [4]), rows(3, device)
+    cache(x)
+    x.scale = 3.0
+    assert differs(cache(x), scaled(x))  # should be equal!
+
+
+def test_a_view_that_an_inputs_gaps_forbid_is_served(device: str) -> None:
+    x = torch.randn(3, 8, device=device)[:, :4]
+    with pytest.raises(RuntimeError):
+        x.view(-1)
+    cache = GraphCache(lambda x: x.view(-1) * 2)
+    assert_same(cache(x), x.reshape(-1) * 2)
+
+
+def test_what_a_threshold_hides_is_not_found(device: str) -> None:
+    """Neither the first step nor those of the probe are late ones."""
+
+    def late(x: Tensor, step: Tensor) -> Tensor:
+        return torch.where(step > 500, x - x.mean(0), x)
+
+    cache, x = GraphCache(late, [4]), rows(3, device)
+    cache(x, torch.tensor(10, device=device))
+    step = torch.tensor(900, device=device)
+    assert differs(cache(x, step), late(x, step))  # should be equal!

@@ -696,6 +696,21 @@ def test_a_module_that_asks_for_gradients_is_answered_as_by_eager(device):
     assert cache.stats().fallbacks == {"grad": 2}
 
 
+@pytest.mark.parametrize("asks", [lambda x: x.is_contiguous(), lambda x: x.stride(0) == x.shape[1]])
+def test_a_module_that_asks_how_a_tensor_lies_is_answered_as_by_eager(asks, device):
+    """In a graph it lies densely: inputs with gaps and overlaps get none, others do."""
+
+    def forward(x):
+        return x * 2 if asks(x) else x * 3
+
+    cache, x = GraphCache(forward, [8]), torch.randn(6, 8, device=device)
+    with torch.no_grad():
+        for given in (x[:3, :4], x, x[:3, :4], x[::2], x[:1].expand(4, 8), x):
+            torch.testing.assert_close(cache(given), forward(given))
+    assert cache.stats().fallbacks == {"unsupported-input": 4}
+    assert "has gaps" in cache.explain(x[::2]).detail
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_module_that_asks_for_inference_mode_is_answered_as_by_eager(mode, device):
     """Calls in it share graphs with others, so there is none."""

@@ -139,3 +139,88 @@ def test_trials_leave_the_module_and_its_gates_alone():
         cache.probe(torch.randn(3, 4))
     assert net.gate.item() == 0.0
     assert net.gate._version == version
+
+
+class Normaliser(nn.Module):
+    """Statistics in buffers that are loaded later; the padded part is a constant then."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x, mask):
+        return ((x * mask[..., None] - self.mean) / self.var.sqrt()).sum(1)
+
+
+def test_statistics_loaded_later_let_nothing_wrong_through():
+    net, dims = Normaliser(), ({0: "batch", 1: "seq"},) * 2
+    cache = GraphCache(net, {"batch": [4], "seq": [8]}, dynamic_shapes=dims)
+    x, mask = torch.randn(2, 5, 4), torch.ones(2, 5, dtype=torch.bool)
+    with torch.no_grad():
+        torch.testing.assert_close(cache(x, mask), net(x, mask))
+        net.load_state_dict({"mean": torch.ones(4), "var": torch.full((4,), 2.0)})
+        torch.testing.assert_close(cache(x, mask), net(x, mask))
+
+
+class Held(nn.Module):
+    """A batch coupling behind what is held in another way than as a parameter."""
+
+    def __init__(self, gate, buffer):
+        super().__init__()
+        if buffer:
+            self.register_buffer("gate", gate)
+        else:
+            self.gate = gate
+
+    def forward(self, x):
+        gate = self.gate if self.gate.dim() == 0 else self.gate[-1]
+        return torch.where(gate > 0, x - x.mean(0), x)
+
+
+@pytest.mark.parametrize("buffer", [True, False], ids=["buffer", "attribute"])
+@pytest.mark.parametrize("gate", [False, 0, 0.0, [1.0, 0.0], [True, False]], ids=str)
+def test_gates_in_buffers_and_attributes_hide_nothing(gate, buffer):
+    """Scalars, flags and vectors of which a part is closed."""
+    net = Held(torch.tensor(gate), buffer)
+    cache, x = GraphCache(net, buckets=[8]), torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(cache(x), net(x))
+            net.gate.fill_(1)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(0, 1), ([0, 0], [1, 0]), ([0, 1], [1, 1]), ([False, True], [True, True]), ([0.0, 1.0], 1.0)],
+    ids=str,
+)
+def test_flags_of_any_type_may_be_on_another_day(flags):
+    """Numbers, and vectors without a dynamic dim, of which a part is off."""
+
+    def centred(x, on):
+        return x - on.flatten()[0] * x.mean(0)
+
+    off, on = torch.tensor(flags[0]), torch.tensor(flags[1]).expand(torch.tensor(flags[0]).shape)
+    cache, x = GraphCache(centred, buckets=[8]), torch.randn(3, 4)
+    for flag in (off, on):
+        torch.testing.assert_close(cache(x, flag), centred(x, flag))
+
+
+def test_a_number_that_is_an_index_stays_in_its_table():
+    """Where a 1 is out of range, what the module holds is tried without it: no refusal."""
+
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stage = torch.tensor(0)
+            self.table = nn.Embedding(1, 4)
+
+        def forward(self, x):
+            return x * self.table(self.stage)
+
+    net = Stage()
+    cache, x = GraphCache(net, buckets=[8]), torch.randn(3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(cache(x), net(x))
+    assert cache.stats().eager == 0

@@ -1,11 +1,13 @@
 """The padding probe: the modules of the design's trial, and the facts it learns."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zoo import ELSEWHERE
 
 from graphcache import GraphCache, Reason
 from graphcache.errors import Fallback
@@ -595,7 +597,7 @@ class TestLeftovers:
 class TestHarmless:
     def test_garbage_for_indices_never_leaves_the_range_of_the_real_ones(self):
         """An index out of range would be a device assert: none beyond the real ones."""
-        seen = []
+        ELSEWHERE.seen = seen = []
 
         class Look(nn.Module):
             def __init__(self):
@@ -603,7 +605,7 @@ class TestHarmless:
                 self.inner = nn.Embedding(8, 4)
 
             def forward(self, x):
-                seen.append(x.clone())
+                ELSEWHERE.seen.append(x.clone())
                 return self.inner(x)
 
         GraphCache(Look(), [16]).probe(torch.tensor([3, 5, 5, 7]))
@@ -691,3 +693,50 @@ class TestProbeItself:
         facts = Probe(run, [self.spec("x")], [torch.rand(4, 2)], (4,), {}).dim(0, 8)
         assert (facts.neutral, facts.reason) == (False, Reason.HOST_SYNC)
         assert facts.detail == "somewhere"
+
+
+class Mixture(nn.Module):
+    """Switch-style: each expert has room for its share of the rows, and at least for `least`."""
+
+    def __init__(self, factor, least=1):
+        super().__init__()
+        self.router = nn.Linear(16, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16))
+        self.factor, self.least = factor, least
+
+    def forward(self, x):
+        weight, expert = self.router(x).softmax(-1).max(-1)
+        room = max(self.least, math.ceil(len(x) / 4 * self.factor))
+        taken = F.one_hot(expert, 4).cumsum(0).gather(1, expert[:, None])[:, 0]
+        mixed = torch.einsum("nd,nde->ne", x, self.experts[expert])
+        return x + mixed * (weight * (taken <= room))[:, None]
+
+
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("factor", [1.25, 2.5])
+@pytest.mark.parametrize("buckets", [[8], [4, 16], [64]], ids=str)
+def test_experts_with_room_for_a_share_of_the_rows(buckets, factor, least):
+    """The padded size gives them more room, which shows only where one of them overflows."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net = Mixture(factor, least)
+        cache = GraphCache(net, buckets)
+        with torch.no_grad():
+            for n in torch.randint(2, buckets[-1] + 1, (6,)).tolist():
+                x = torch.randn(n, 16)
+                x[n // 3 :] = x[0] * 2  # crowded
+                torch.testing.assert_close(cache(x), net(x))
+
+
+def test_a_maximum_over_masked_rows_that_positive_data_hides():
+    """Zeros of the padding win once the real ones are negative."""
+
+    def largest(x, mask):
+        return (x * mask[..., None]).amax(1)
+
+    dims = ({0: "batch", 1: "seq"},) * 2
+    cache = GraphCache(largest, {"batch": [4], "seq": [8]}, dynamic_shapes=dims)
+    x, mask = torch.rand(3, 5, 4) + 1, torch.ones(3, 5, dtype=torch.bool)
+    for sign in (1, -1):
+        torch.testing.assert_close(cache(sign * x, mask), largest(sign * x, mask))
+    assert set(cache.stats().fallbacks) == {"pad-not-neutral"}

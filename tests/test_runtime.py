@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import (
     BY_NAME,
+    ELSEWHERE,
     ZOO,
     Member,
     Twin,
@@ -549,16 +550,16 @@ class TestOptions:
         """A value that the graph froze is found, counted as `verify-mismatch`, and eager from then
         on.
         """
-        knob = [1.0]
+        ELSEWHERE.scale = 1.0
 
         class Frozen(nn.Module):
             def forward(self, x: Tensor) -> Tensor:
-                return x * knob[0]
+                return x * ELSEWHERE.scale
 
         cache, x = GraphCache(Frozen().to(device), [4], verify=1.0), rows(3, device)
         assert_same(cache(x), x)
         assert cache.stats().fallbacks == {}
-        knob[0] = 2.0
+        ELSEWHERE.scale = 2.0
         for n in (3, 3, 4):
             x = rows(n, device)
             assert_same(cache(x), x * 2)
@@ -1381,9 +1382,10 @@ class TestReasons:
 
     def test_capture_failed(self, device: str) -> None:
         """What fails only while captured is remembered for the key, and other keys are served."""
-        runs: list[int] = []
+        ELSEWHERE.runs = []
 
         def fails_in_capture(x: Tensor) -> Tensor:
+            runs = ELSEWHERE.runs
             runs.append(len(x))
             if len(x) == 4 and runs.count(4) == 3:  # two trials come before the capture
                 raise RuntimeError("not now")
@@ -1401,11 +1403,11 @@ class TestReasons:
             assert cache.stats().replays == 2
 
     def test_capture_failed_raises_a_capture_error_under_raise(self, device: str) -> None:
-        runs: list[int] = []
+        ELSEWHERE.runs = []
 
         def fails_later(x: Tensor) -> Tensor:
-            runs.append(1)
-            if len(runs) == 3:
+            ELSEWHERE.runs.append(1)
+            if len(ELSEWHERE.runs) == 3:
                 raise ValueError("not now")
             return x * 2
 

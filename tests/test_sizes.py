@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from zoo import ELSEWHERE
 
 from graphcache import GraphCache
 
@@ -88,15 +89,17 @@ def test_a_branch_above_every_bucket_shows_at_the_first_cut():
 
 
 def test_a_shadowed_call_that_differs_is_answered_by_eager():
-    """A number in a closure is frozen, which nothing else finds. Counted once, not as a replay."""
-    scale = [2.0]
+    """A number of another module is frozen, which nothing else finds. Counted once, not as a
+    replay.
+    """
+    ELSEWHERE.scale = 2.0
 
     def scaled(x):
-        return x * scale[0]
+        return x * ELSEWHERE.scale
 
     cache = GraphCache(scaled, [8, 16], verify=1.0)
     serves(cache, scaled, (torch.ones(7, 1),), (torch.ones(5, 1),), (torch.ones(20, 1),))
-    scale[0] = 3.0
+    ELSEWHERE.scale = 3.0
     serves(cache, scaled, *((torch.ones(n, 1),) for n in (20, 7, 7, 20)))
     stats = cache.stats()
     assert stats.fallbacks == {"verify-mismatch": 4}

@@ -566,3 +566,100 @@ def test_another_view_of_the_same_memory_is_noticed(how, device):
     cache(x)
     VIEWS[how](module.weight)
     torch.testing.assert_close(cache(x), module(x))
+
+
+SCALE = 1.0
+KNOBS = {"shift": 0.0}
+
+
+def shifted(x):
+    return x + KNOBS["shift"]
+
+
+class ByNames(nn.Module):
+    """Reads globals in forward, in a method and in a function that they call."""
+
+    def forward(self, x):
+        return shifted(self._scaled(x))
+
+    def _scaled(self, x):
+        return x * SCALE
+
+
+def serves(cache, change):
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(cache(x), cache.module(x))
+            torch.testing.assert_close(cache(x), cache.module(x))
+            change()
+    assert cache.stats().fallbacks == {}
+
+
+@pytest.mark.parametrize("change", [{"SCALE": 3.0}, {"KNOBS": {"shift": 2.0}}, "shift"], ids=str)
+def test_globals_that_the_users_code_names_are_watched(change, monkeypatch):
+    def changes():
+        if change == "shift":
+            monkeypatch.setitem(KNOBS, "shift", 5.0)
+        else:
+            for name, value in change.items():
+                monkeypatch.setitem(globals(), name, value)
+
+    serves(GraphCache(ByNames(), [4]), changes)
+
+
+class Scaler:
+    """A plain object that holds a module."""
+
+    def __init__(self, model):
+        self.model, self.scale = model, 2.0
+
+    def __call__(self, x):
+        return self.model(x) * self.scale
+
+    def serve(self, x):
+        return self(x)
+
+
+def behind(kind, model):
+    """A callable of some kind that calls a module, and what else it reads."""
+    held = Scaler(model)
+    scales = [2.0]
+
+    def by_default(x, scales=scales):
+        return model(x) * scales[0]
+
+    return {
+        "lambda": (lambda x: model(x) * scales[0], lambda: scales.__setitem__(0, 3.0)),
+        "default": (by_default, lambda: scales.__setitem__(0, 3.0)),
+        "partial": (functools.partial(model), model.train),
+        "partial of a bound method": (functools.partial(model.forward), model.train),
+        "object": (held, lambda: setattr(held, "scale", 3.0)),
+        "bound method of an object": (held.serve, lambda: setattr(held, "scale", 3.0)),
+    }[kind]
+
+
+@pytest.mark.parametrize("what", ["its own", "weight", "training", "submodule"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lambda",
+        "default",
+        "partial",
+        "partial of a bound method",
+        "object",
+        "bound method of an object",
+    ],
+)
+def test_a_module_behind_a_callable_is_watched(kind, what):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    call, change = behind(kind, model)
+    changes = {
+        "its own": change,
+        "weight": lambda: setattr(model[0].weight, "data", torch.randn(4, 4)),
+        "training": lambda: setattr(model[1], "track_running_stats", False),
+        "submodule": lambda: setattr(model, "0", nn.Linear(4, 4)),
+    }
+    if changes[what] == model.train:
+        changes[what] = lambda: model[0].weight.data.neg_()
+    serves(GraphCache(call, [3]), changes[what])

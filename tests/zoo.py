@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
+
+#: What no watch looks into: another Python module, as forward may read its settings from.
+ELSEWHERE = types.ModuleType("elsewhere")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

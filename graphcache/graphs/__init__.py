@@ -125,4 +125,5 @@ def backend_for(device: torch.device, choice: str) -> Backend:
         return CudaBackend(device)
     if device.type == "cpu" and choice in ("auto", "recorded"):
         return RecordedBackend()
-    raise Fallback(Reason.DEVICE, f"tensors on {device} with backend={choice!r}")
+    remedy = "leave `backend` at 'auto', or move module and inputs" if choice != "auto" else ""
+    raise Fallback(Reason.DEVICE, f"tensors on {device} with backend={choice!r}", remedy)

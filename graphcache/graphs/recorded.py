@@ -21,7 +21,7 @@ from graphcache.compiled import uncompiled
 from graphcache.errors import CaptureError, Fallback
 from graphcache.graphs import Graph
 from graphcache.hazards import operation_hazard
-from graphcache.hostreads import noticing_host_reads
+from graphcache.hostreads import QUESTIONS, noticing_host_reads
 from graphcache.reasons import Reason
 from graphcache.storages import storage_id
 
@@ -136,8 +136,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _refuse(reason: Reason, what: str) -> None:
-    if reason is Reason.GRAD:
-        return  # a question, which calls without gradients may ask
+    if reason in QUESTIONS:
+        return  # the calls that may not ask them are refused before
     raise CaptureError(f"{what} cannot be recorded: {reason.phrase}.")
 
 
