@@ -55,6 +55,16 @@ class BucketSet:
         """The largest size of each dim over all corners."""
         return tuple(max(sizes) for sizes in zip(*self.corners, strict=True))
 
+    def outermost(self) -> list[Bucket]:
+        """The corners that no other one holds."""
+        return [
+            corner
+            for corner in self.corners
+            if not any(
+                corner != other and all(map(operator.le, corner, other)) for other in self.corners
+            )
+        ]
+
     def smallest_telling(self) -> Bucket:
         """The smallest corner that is large enough to probe padding at: 8 in each dim that goes so
         far.

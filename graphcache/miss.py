@@ -274,14 +274,15 @@ class MissPath:
                 report = self.probe(args, kwargs)
             elif not findings:
                 reading, facts = self._known(call)
-                telling, largest = self.buckets.smallest_telling(), self.buckets.corners[-1]
+                telling = self.buckets.smallest_telling()
                 self.knowledge.probe(reading, facts, telling)
                 found = self._warm_alone(call, telling)
                 if all(finding.reason is not Reason.CAPTURE_FAILED for finding in found):
                     # Where forward raises at this size, the probe blames every dim for it.
                     report = ProbeReport(dict(zip(reading.dims, facts.dims or (), strict=True)))
-                if largest != telling:
-                    found += self._warm_alone(call, largest)
+                for corner in self.buckets.outermost():
+                    if corner != telling:
+                        found += self._warm_alone(call, corner)
                 findings = [*report.findings(), *found]
         except Fallback as fallback:
             findings = [fallback.finding()]

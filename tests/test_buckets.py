@@ -220,3 +220,14 @@ class TestParse:
             parse_buckets([], ("batch",))
         assert isinstance(caught.value, ValueError)
         assert isinstance(caught.value, GraphCacheError)
+
+
+@given(corners_2d)
+def test_outermost_corners_hold_all_others_and_not_each_other(corners):
+    found = BucketSet(("a", "b"), corners).outermost()
+
+    def holds(large, small):
+        return large[0] >= small[0] and large[1] >= small[1]
+
+    assert all(any(holds(large, corner) for large in found) for corner in corners)
+    assert not any(holds(a, b) for a, b in itertools.permutations(found, 2))

@@ -233,6 +233,14 @@ def test_the_largest_bucket_is_tried_too(lengths, length):
     assert "out of range for a dimension of size 16" in found.what
 
 
+def test_each_outermost_corner_of_a_list_is_tried():
+    """(64, 4) holds the most, and (2, 32) alone is too long for the table."""
+    cache = GraphCache(Positions(), [(4, 8), (2, 32), (64, 4)], dynamic_shapes=BOTH)
+    (found,) = check(cache, torch.randn(2, 6, 4)).findings
+    assert found.what.startswith("bucket (2, 32): IndexError: ")
+    assert "test_checking.py:" in found.what
+
+
 def test_a_table_as_long_as_the_largest_bucket_is_no_finding():
     cache = GraphCache(Positions(), {"batch": [4], "seq": [8, 16]}, dynamic_shapes=BOTH)
     report = check(cache, torch.randn(3, 6, 4))
