@@ -45,7 +45,7 @@ class Attributes:
         #: Identities of the tensors that the module holds, and of their storages.
         self.tensors = frozenset(id(tensor) for tensor, _, _ in self._tensors)
         self.storages = {storage_id(tensor) for tensor, _, _ in self._tensors}
-        self._arrays = [(a, a.copy()) for a in values if isinstance(a, np.ndarray)]
+        self._arrays = [(a, a.copy()) for a in values if issubclass(type(a), np.ndarray)]
 
     def restore(self) -> list[str]:
         """Put everything back; returns what had changed that no recorded hook computes."""

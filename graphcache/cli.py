@@ -131,7 +131,8 @@ def _made_by(factory: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
     try:
         make = getattr(importlib.import_module(path), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise GraphCacheError(f"cannot find {factory!r}: {error}") from error
+        how = "" if name else "; name the function after a colon, package.module:factory"
+        raise GraphCacheError(f"cannot find {factory!r}: {error}{how}") from error
     except (Exception, SystemExit) as error:
         raise GraphCacheError(f"cannot import {factory!r}: {told(error)}") from error
     finally:

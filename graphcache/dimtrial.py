@@ -87,7 +87,9 @@ class DimTrial:
         """
         if padded.spec != self.real.spec:
             raise Fallback(
-                Reason.PAD_NOT_NEUTRAL, "a plain value in the result depends on the padded size"
+                Reason.PAD_NOT_NEUTRAL,
+                "a plain value in the result depends on the padded size",
+                "return no sizes; the results have them",
             )
         n, step = self._sizes[self.dim], self._bucket[self.dim] - self._sizes[self.dim]
         return [

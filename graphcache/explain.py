@@ -75,7 +75,7 @@ class ProbeReport:
         if self.refused is not None:
             return [Finding(self.refused, self.detail, remedy=self.remedy)]
         return [
-            Finding(facts.reason, f"dim {name}: {facts.detail}")
+            Finding(facts.reason, f"dim {name}: {facts.detail}", remedy=facts.remedy)
             for name, facts in self.dims.items()
             if not facts.neutral
         ]

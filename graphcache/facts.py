@@ -73,7 +73,7 @@ class Facts:
         if facts.neutral:
             detail = "results have another form, or other values, at size 1"
             return Fallback(Reason.UNSUPPORTED_OUTPUT, detail)
-        return Fallback(facts.reason, facts.detail)
+        return Fallback(facts.reason, facts.detail, facts.remedy)
 
     def axes(self) -> list[list[OutputAxis]]:
         """How each output is cut, over all dims that may be padded."""
@@ -269,12 +269,15 @@ class Learner:
         return _apart(dims)
 
     def _other_weights(self) -> list[Substitutes]:
-        """Everything that the module holds as it may be another day, and the parameters alone, if
-        it does not take that: a number in a buffer may be an index.
+        """Everything that the module holds as it may be another day; if it does not take that, all
+        but integers, which may be indices, or the parameters alone.
         """
-        held = [value for _, _, value in Slots(self._module).places if isinstance(value, Tensor)]
+        held = [
+            value for _, _, value in Slots(self._module).places if issubclass(type(value), Tensor)
+        ]
         parameters = [tensor for tensor in held if isinstance(tensor, nn.Parameter)]
-        found = [other_weights(filter(is_plain, tensors)) for tensors in (held, parameters)]
+        choices = ((held, True), (held, False), (parameters, False))
+        found = [other_weights(filter(is_plain, tensors), whole) for tensors, whole in choices]
         return [weights for weights in found if weights]
 
     def _doubled(self, reading: Reading) -> tuple[list[Tensor], tuple[int, ...]]:
@@ -305,8 +308,9 @@ class Learner:
         except (Fallback, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            what = f"other sizes or values raise {told(error)}; {HINT}"
-            raise Fallback(Reason.PAD_NOT_NEUTRAL, what) from error
+            what = f"other sizes or values raise {told(error)}"
+            remedy = f"{HINT}; check its `fill`" if self._fill else HINT
+            raise Fallback(Reason.PAD_NOT_NEUTRAL, what, remedy) from error
         if seen.hazard is not None:
             raise seen.hazard.again()
         return seen
@@ -339,9 +343,10 @@ def _apart(dims: tuple[DimFacts, ...]) -> tuple[DimFacts, ...]:
     detail = (
         "an axis of a result follows two dynamic dims"
         if shared
-        else f"an axis of a result does not follow a dim; {HINT}"
+        else "an axis of a result does not follow a dim"
     )
-    return tuple(DimFacts(False, detail, Reason.UNSUPPORTED_OUTPUT) for _ in dims)
+    remedy = "" if shared else HINT
+    return tuple(DimFacts(False, detail, Reason.UNSUPPORTED_OUTPUT, remedy=remedy) for _ in dims)
 
 
 def _common_close(a: Tensor, b: Tensor) -> bool:

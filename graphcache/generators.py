@@ -89,13 +89,14 @@ Held = tuple[Callable[[], Any], Callable[[Any], object], Any]
 def _held_generators(slots: Slots) -> Iterator[Held]:
     """How to read and to put back each generator that a module holds, and its state."""
     for _, _, value in slots.places:
-        if isinstance(value, random.Random):
+        kind = type(value)  # and not `isinstance`, which asks the object
+        if issubclass(kind, random.Random):
             yield value.getstate, value.setstate, value.getstate()
-        elif isinstance(value, torch.Generator):
+        elif issubclass(kind, torch.Generator):
             yield value.get_state, value.set_state, value.get_state()
-        elif isinstance(value, np.random.RandomState):
+        elif issubclass(kind, np.random.RandomState):
             yield value.get_state, value.set_state, value.get_state()
-        elif isinstance(value, np.random.Generator):
+        elif issubclass(kind, np.random.Generator):
             bits = value.bit_generator
             put = functools.partial(setattr, bits, "state")
             yield functools.partial(getattr, bits, "state"), put, bits.state
@@ -106,7 +107,7 @@ def refuse_iterators(slots: Slots) -> None:
     cannot put it back, so nothing may be tried.
     """
     for _, name, value in slots.places:
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        if issubclass(type(value), Iterator) and not issubclass(type(value), io.IOBase):
             raise Fallback(Reason.GENERATOR, f"the module holds an iterator in `{name}`")
 
 

@@ -5,9 +5,11 @@ may read a value from.
 from __future__ import annotations
 
 import contextvars
+import dis
 import enum
 import functools
 import itertools
+import sys
 import threading
 import types
 import weakref
@@ -26,6 +28,7 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
 _DEPTH = 3
 _MOST_INSIDE = 4096
+_MOST_ENTRIES = 4 * _MOST_INSIDE
 
 
 class Holder(nn.Module):
@@ -72,7 +75,7 @@ def _hidden(module: nn.Module, seen: dict[int, Any]) -> list[nn.Module]:
     values = [v for name, v in vars(module).items() if name not in _INTERNAL]
     if id(type(module)) not in seen:
         seen[id(type(module))] = type(module)
-        values += _run_by(type(module))
+        values += _run(type(module).__mro__, set())
     for _ in range(_DEPTH + 1):
         found += [value for value in values if issubclass(type(value), nn.Module)]
         holders = [holder for value in values for holder in _opened(value)]
@@ -155,21 +158,27 @@ class Outside(MutableMapping[str, Any]):
     """
 
     def __init__(self, function: types.FunctionType) -> None:
-        code, cells = function.__code__, function.__closure__ or ()
-        self._globals = function.__globals__
-        self._cells = dict(zip(code.co_freevars, cells, strict=True))
-        names = [name for name in _named(code) if name in self._globals]
-        found = {name: self._globals[name] for name in names if name not in self._cells}
-        self._names = (*self._cells, *(n for n, value in found.items() if not _is_fixed(value)))
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._cells = {name: cell for name, cell in cells if not _is_empty(cell)}
+        self._globals, self._function = function.__globals__, function
+        names = [n for n in _globals_in(function.__code__) if n in self._globals]
+        found = {n: self._globals[n] for n in names if n not in self._cells}
+        named = (n for n, value in found.items() if not _is_fixed(value))
+        defaults = (name for name in _DEFAULTS if getattr(function, name) is not None)
+        self._names = (*self._cells, *named, *defaults)
 
     def __getitem__(self, name: str) -> Any:
+        if name in _DEFAULTS:
+            return getattr(self._function, name)
         try:
             return self._cells[name].cell_contents if name in self._cells else self._globals[name]
-        except ValueError:  # a cell that is empty yet
+        except ValueError:  # emptied since
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._cells:
+        if name in _DEFAULTS:
+            setattr(self._function, name, value)
+        elif name in self._cells:
             self._cells[name].cell_contents = value
         else:
             self._globals[name] = value
@@ -187,40 +196,90 @@ class Outside(MutableMapping[str, Any]):
         return len(self._names)
 
 
-def _named(code: types.CodeType) -> list[str]:
-    """The names in a function's code, functions within it included."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return [*code.co_names, *itertools.chain.from_iterable(map(_named, inner))]
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell  # of course not
+    except ValueError:
+        return True
+
+
+@functools.lru_cache(4096)
+def _globals_in(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function's code reads or writes, functions within it included. Not
+    `co_names`, which has the attributes too: a script's variable of such a name is not its own.
+    """
+    found = {i.argval: None for i in dis.get_instructions(code) if i.opname in _GLOBAL}
+    for inner in _codes_in(code):
+        found |= dict.fromkeys(_globals_in(inner))
+    return tuple(found)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Every name in a function's code: what it may call."""
+    return set(code.co_names).union(*map(_names_in, _codes_in(code)))
+
+
+def _codes_in(code: types.CodeType) -> list[types.CodeType]:
+    return [const for const in code.co_consts if isinstance(const, types.CodeType)]
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a global is none that a user changes: a module, a class, a logger, a function of an
+    """Whether a global is none that a user changes: a module, a logger, a class or function of an
     installed package.
     """
-    if isinstance(value, types.FunctionType):
+    kind = type(value)
+    if kind is types.FunctionType:
         return not _is_own(value)
-    return issubclass(type(value), _FIXED) or type(value).__module__.split(".")[0] in _BUSY
+    if issubclass(kind, type):
+        return not (_is_users(value) and _is_own_class(value))
+    return issubclass(kind, _FIXED) or _package(kind) in _BUSY
 
 
 def _is_own(function: types.FunctionType) -> bool:
-    return is_users(function.__code__.co_filename, installed=False)
+    """Whether the user's own code made a function, or what a library's decorator wraps in it."""
+    wrapped = vars(function).get("__wrapped__")
+    inner = type(wrapped) is types.FunctionType and wrapped is not function and _is_own(wrapped)
+    return inner or is_users(function.__code__.co_filename, installed=False)
 
 
-def _run_by(kind: type) -> list[types.FunctionType]:
-    """The methods of the user's own that a call runs: `forward` or `__call__`, and those that the
-    code of these names.
+def _is_own_class(kind: type) -> bool:
+    where = _module_of(kind)
+    file = getattr(sys.modules.get(where), "__file__", None)
+    if not isinstance(file, str):
+        return where not in sys.builtin_module_names
+    return is_users(file, installed=False)
+
+
+def _run(kinds: Iterable[type], names: set[str]) -> list[types.FunctionType]:
+    """The methods of the user's own that a call may run: `forward`, those with a meaning to Python,
+    and those that code names, which is added to `names`.
     """
-    bases = [base for base in reversed(kind.__mro__) if _is_users(base)]
-    methods = {name: value for base in bases for name, value in vars(base).items()}
-    found: dict[str, types.FunctionType] = {}
-    waiting = ["forward", "__call__"]
-    while waiting:
-        name = waiting.pop()
-        method = methods.get(name)
-        if name not in found and isinstance(method, types.FunctionType) and _is_own(method):
-            found[name] = method
-            waiting += _named(method.__code__)
-    return list(found.values())
+    users = (kind for kind in kinds if _is_users(kind))
+    methods = [(n, f) for kind in users for n, v in vars(kind).items() for f in _functions(v)]
+    found: dict[int, types.FunctionType] = {}
+    while True:
+        new = [
+            function
+            for name, function in methods
+            if id(function) not in found
+            and (name in names or name == "forward" or (name[:2] == "__" and name not in _MAKING))
+            and _is_own(function)
+        ]
+        if not new:
+            return list(found.values())
+        found |= {id(function): function for function in new}
+        names.update(*(_names_in(_innermost(function).__code__) for function in new))
+
+
+def _functions(value: Any) -> list[types.FunctionType]:
+    """The functions behind an entry of a class: itself, or what a descriptor of Python's holds."""
+    held = [getattr(value, name, None) for name in _HELD_BY.get(type(value), ())]
+    return [f for f in (value, *held) if type(f) is types.FunctionType]
+
+
+def _innermost(function: types.FunctionType) -> types.FunctionType:
+    wrapped = vars(function).get("__wrapped__")
+    return _innermost(wrapped) if type(wrapped) is types.FunctionType else function
 
 
 class Slots:
@@ -239,7 +298,8 @@ class Slots:
         self.places: list[tuple[Any, Any, Any]] = []
         self.containers: list[Any] = []
         self._seen: set[int] = set()
-        self._inside = 0
+        self._inside = self._entries = 0
+        self._names: set[str] = set()  # that code of the user's own names
         inside: list[Any] = []
         for module in modules:
             derived = derived_names(module)
@@ -256,6 +316,7 @@ class Slots:
             self._look_at_class(type(module))
         for value in inside:
             self._look_into(value, _DEPTH)
+        self._look_at_methods()
 
     def _look_at_class(self, kind: type) -> None:
         """What a user's class and its bases hold, which their objects read as their own."""
@@ -265,12 +326,23 @@ class Slots:
                 holder = vars(base)
                 self.containers.append(holder)
                 self.places += [(holder, n, value) for n, value in self.classes[base].items()]
-                for value in (*self.classes[base].values(), *_run_by(base)):
+                for value in self.classes[base].values():
                     self._look_into(value, _DEPTH)
+
+    def _look_at_methods(self) -> None:
+        """What methods read; it may be of classes whose methods they call."""
+        seen: set[int] = set()
+        while True:
+            methods = [f for f in _run(list(self.classes), self._names) if id(f) not in seen]
+            if not methods:
+                return
+            seen |= set(map(id, methods))
+            for method in methods:
+                self._look_into(method, _DEPTH)
 
     def _look_into(self, value: Any, depth: int) -> None:
         if depth and not issubclass(type(value), (*_CONTAINERS, nn.Module, Tensor)):
-            self._look_at_class(value if isinstance(value, type) else type(value))
+            self._look_at_class(value if issubclass(type(value), type) else type(value))
         for holder in _opened(value):
             key = id(value) if isinstance(holder, _MADE) else id(holder)
             if depth == 0 or key in self._seen or self._inside >= _MOST_INSIDE:
@@ -278,7 +350,11 @@ class Slots:
             self._seen.add(key)
             self._inside += 1
             self.containers.append(holder)
-            for name, inner in itertools.islice(_items(holder), _MOST_INSIDE):
+            if isinstance(holder, Outside):
+                self._names |= _names_in(_innermost(value).__code__)
+            most = max(0, min(_MOST_INSIDE, _MOST_ENTRIES - self._entries))
+            self._entries += min(most, len(holder))
+            for name, inner in itertools.islice(_items(holder), most):
                 self.places.append((holder, name, inner))
                 self._look_into(inner, depth - 1)
 
@@ -293,6 +369,16 @@ def _internal(module: nn.Module) -> frozenset[str]:
 
 _CODE = (type, nn.Module, Tensor, types.ModuleType)
 _FIXED = (type, types.ModuleType, types.BuiltinFunctionType)
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_DEFAULTS = ("__defaults__", "__kwdefaults__")
+_MAKING = frozenset({"__init__", "__new__", "__init_subclass__", "__set_name__"})
+_HELD_BY: dict[type, tuple[str, ...]] = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    functools.cached_property: ("func",),
+    functools.partialmethod: ("func",),
+}
 _MADE = (Slotted, Underneath, Outside)  # anew at each look
 _CONTAINERS = (list, tuple, deque, dict, types.MappingProxyType)
 _READING = ("__len__", "__getitem__", "__iter__", "items")
@@ -330,8 +416,8 @@ def _read_by(function: types.FunctionType) -> list[Any]:
     own = [function.__dict__] if function.__dict__ else []
     if not _is_own(function):
         return own
-    outside, kept = Outside(function), (function.__defaults__, function.__kwdefaults__)
-    return [*own, *([outside] if len(outside) else []), *filter(None, kept)]
+    outside = Outside(function)
+    return [*own, outside] if len(outside) else own
 
 
 def _container(value: Any) -> list[Any]:
@@ -353,8 +439,21 @@ def _is_users(kind: type) -> bool:
     """Whether a class may hold what a user changes: it is not torch's, but for distributions, and
     none of Python's that keep books of their own.
     """
-    where = kind.__module__
+    where = _module_of(kind)
     return where.split(".")[0] not in _OURS | _BUSY or where.startswith("torch.distributions.")
+
+
+def _module_of(kind: type) -> str:
+    """Read past the class's own ways, which may refuse."""
+    try:
+        where = type.__dict__["__module__"].__get__(kind)
+    except AttributeError:
+        where = None
+    return where if isinstance(where, str) else ""
+
+
+def _package(kind: type) -> str:
+    return _module_of(kind).split(".")[0]
 
 
 def _class_values(kind: type) -> dict[str, Any]:
@@ -367,7 +466,7 @@ def _class_values(kind: type) -> dict[str, Any]:
 
 
 def _is_code(value: Any) -> bool:
-    return callable(value) or hasattr(value, "__get__")
+    return callable(value) or hasattr(type(value), "__get__")
 
 
 def is_lazy(value: Any) -> bool:

@@ -85,12 +85,15 @@ _FACTORIES = ("tensor", "as_tensor", "asarray")
 _SPLITS = ((torch, "tensor_split"), (torch.Tensor, "tensor_split"))
 # What a capture may answer otherwise than eager. Calls with gradients enabled get no graph of
 # whoever asks for them, nor do inputs with gaps of whoever asks how a tensor lies, which is dense
-# in a graph; calls in inference mode are not told from others, so there nobody does.
+# in a graph; calls in inference mode, or on parts of other tensors, are not told from others, so
+# there nobody does.
 _QUESTIONS = (
     (torch, "is_grad_enabled", Reason.GRAD, "torch.is_grad_enabled()"),
     (torch, "is_inference_mode_enabled", Reason.OPAQUE_CODE, "torch.is_inference_mode_enabled()"),
     (torch.Tensor, "stride", Reason.UNSUPPORTED_INPUT, "Tensor.stride()"),
     (torch.Tensor, "is_contiguous", Reason.UNSUPPORTED_INPUT, "Tensor.is_contiguous()"),
+    (torch.Tensor, "storage_offset", Reason.OPAQUE_CODE, "Tensor.storage_offset()"),
+    (torch.Tensor, "_is_view", Reason.OPAQUE_CODE, "Tensor._is_view()"),
 )
 
 

@@ -26,7 +26,7 @@ from graphcache.facts import Facts, Learner
 from graphcache.graphs import Backend, backend_for, device_of
 from graphcache.knowledge import Knowledge
 from graphcache.modes import Modes
-from graphcache.padding import head
+from graphcache.padding import head, volume
 from graphcache.preflight import plain_modes
 from graphcache.reasons import Reason
 from graphcache.route import Route, choose_route, refuse_empty
@@ -128,8 +128,21 @@ class MissPath:
         bucket = self.buckets.choose(reading.sizes)
         if bucket != reading.sizes and facts.dims is None:
             self.store.refuse_sealed()
-            self.knowledge.probe(reading, facts, bucket or self.buckets.largest())
+            facts = self._probed(reading, bucket or self.buckets.largest())
         return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
+
+    def _probed(self, reading: Reading, bucket: tuple[int, ...]) -> Facts:
+        """Probe at the smallest bucket that tells enough: it is cheaper, and what the module does
+        not take at a larger one is that one's own affair.
+        """
+        sizes_read = self.sizes_read
+        if volume(self.buckets.smallest_telling()) < volume(bucket):
+            self._probe_once(reading.call)
+        reading, facts = self._known(reading.call)
+        if facts.dims is None:
+            self.knowledge.probe(reading, facts, bucket)
+        self.sizes_read = sizes_read
+        return facts
 
     def _known(self, call: Call) -> tuple[Reading, Facts]:
         self.sizes_read = None
@@ -156,6 +169,19 @@ class MissPath:
         self.store.refuse_signatures(signature)
 
     # Ahead of calls.
+
+    def try_out(self, call: Call) -> None:
+        """Refuse a sample that eager refuses, or that no call of another size can be made of.
+
+        Raises:
+            Fallback: why.
+        """
+        try:
+            self._known(call)
+        except Fallback as fallback:
+            raised = fallback.reason is Reason.CAPTURE_FAILED and fallback.__cause__ is not None
+            if raised or fallback.reason in (Reason.EMPTY, Reason.UNSUPPORTED_INPUT):
+                raise
 
     def warmup_sizes(self, sizes: Iterable[Any] | None) -> list[tuple[int, ...]]:
         """Buckets to capture, largest first: smaller graphs reuse the pool memory of larger ones.
@@ -190,7 +216,9 @@ class MissPath:
         """The heads of a bucket's static inputs, by input name."""
         reading, facts, route = self._routed(self._resized(call, sizes))
         if route.bucket is None:
-            raise Fallback(Reason.OVER_MAX, "a call of these sizes is served in pieces")
+            limit = ", ".join(map(str, self.buckets.largest()))
+            remedy = f"ask for at most {limit}"
+            raise Fallback(Reason.OVER_MAX, "a call of these sizes is served in pieces", remedy)
         key = (reading.signature, route.bucket)
         entry = self.store.entry_ahead(reading, facts, key)
         if route.bucket != sizes:

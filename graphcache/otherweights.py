@@ -20,17 +20,18 @@ from graphcache.storages import storage_bytes, storage_id
 Substitutes = dict[int, Tensor]
 
 
-def other_weights(held: Iterable[Tensor]) -> Substitutes:
+def other_weights(held: Iterable[Tensor], integers: bool = False) -> Substitutes:
     """For each storage with tensors of a module that tell nothing, a copy of it in which they do,
     by the storage's id; nothing is written to the module. Waits for the device.
 
     One value throughout tells nothing, and neither does a zero in a vector, which may be the weight
-    of something, or a scalar that is not positive, which a ReLU or a clamp may hide. Integers may
-    be indices: of them only the number 0 becomes 1.
+    of something, or a scalar that is not positive, which a ReLU or a clamp may hide. Of `integers`,
+    which may be indices, zeros become ones. Masks and matrices with zeros in them stay: what a
+    causal mask hides is hidden for good.
     """
     found: Substitutes = {}
     for tensor in held:
-        if tensor.numel() and _mute(tensor):
+        if tensor.numel() and _mute(tensor, integers):
             key = storage_id(tensor)
             if key not in found:
                 found[key] = storage_bytes(tensor).clone()
@@ -45,28 +46,31 @@ def standing_in(substitute: Tensor, tensor: Tensor) -> Tensor:
     return whole.set_(substitute.untyped_storage(), *place)
 
 
-def _mute(tensor: Tensor) -> bool:
+def _mute(tensor: Tensor, integers: bool) -> bool:
     floats, flags = tensor.is_floating_point(), tensor.dtype is torch.bool
-    if tensor.is_quantized or tensor.is_complex() or (floats and tensor.dtype.itemsize == 1):
+    if tensor.is_quantized or (floats and tensor.dtype.itemsize == 1):
         return False
-    if tensor.numel() == 1:
-        return flags or not bool(tensor > 0 if floats else tensor != 0)
-    if tensor.dim() == 1 and (floats or flags) and bool((tensor == 0).any()):
+    if not (floats or flags or tensor.is_complex()):
+        return integers and not bool(tensor.any())
+    if tensor.numel() == 1 and floats:
+        return not bool(tensor > 0)
+    if tensor.dim() == 1 and bool((tensor == 0).any()):
         return True
-    return floats and _uniform(tensor)
+    return _uniform(tensor)
 
 
 def _uniform(tensor: Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[0]).all())
+    first = tensor.flatten()[0]
+    return bool(((tensor == first) | (tensor.isnan() & first.isnan())).all())
 
 
 def _telling(tensor: Tensor) -> Tensor:
-    """A single flag the other way round, others on; a single integer 1; numbers around the value
+    """Flags on, of those that all are every other one off; integers 1; numbers around the value
     that all have, without its sign, or around 1 in the place of zeros.
     """
-    if tensor.dtype is torch.bool and tensor.numel() == 1:
-        return tensor.logical_not()
-    if not tensor.is_floating_point():
+    if tensor.dtype is torch.bool and bool(tensor.all()):
+        return (torch.arange(tensor.numel(), device=tensor.device) % 2 == 1).view(tensor.shape)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.ones_like(tensor)
     noise = (0.5 + uniform(tensor.shape)).to(tensor.device)
     if not _uniform(tensor):

@@ -43,7 +43,7 @@ from graphcache.reasons import Reason
 from graphcache.signature import Input
 
 MAX_CONTROLS = 3
-HINT = "name every argument that varies with the dim in `dynamic_shapes`"
+HINT = "name in `dynamic_shapes` every argument that varies with the dim, and no other"
 
 Change = Callable[[Tensor, Input], Tensor]
 
@@ -71,6 +71,7 @@ class DimFacts:
     axes: Sequence[Sequence[OutputAxis]] | None = None
     smallest: int = 1
     independent: bool = False
+    remedy: str = ""
 
 
 class Probe:
@@ -138,7 +139,8 @@ class Probe:
             smallest = 1 if self._holds_at_one(trial, facts, axes, dim, padded) else 2
             return dataclasses.replace(facts, axes=axes, smallest=smallest)
         except Fallback as refusal:
-            return DimFacts(False, refusal.detail, refusal.reason, axes=axes)
+            remedy = refusal.remedy
+            return DimFacts(False, refusal.detail, refusal.reason, axes=axes, remedy=remedy)
 
     def _trial(
         self, dim: int, real: int, padded: int, change: Change = _as_it_is, run: Run | None = None
@@ -221,7 +223,9 @@ class Probe:
                 apart = facts.independent and all(day.independent(axes) for day in days)
                 return dataclasses.replace(facts, independent=apart)
         coupled = Reason.BATCH_COUPLED if days[0].leading else Reason.PAD_NOT_NEUTRAL
-        raise Fallback(coupled, "values in padded rows change real results")
+        held = ", ".join(f"{name}={fill}" for name, fill in self._named.items())
+        remedy = f"pass a mask, or another fill than {held}" if held else ""
+        raise Fallback(coupled, "values in padded rows change real results", remedy)
 
     def _marked(
         self, trial: DimTrial, controls: dict[int, Fill], between: Callable[[Change], DimTrial]

@@ -47,7 +47,7 @@ class Reason(StrEnum):
     BATCH_COUPLED = (
         "batch-coupled",
         "padding the batch changes real rows, so only exact sizes are captured",
-        "`model.eval()`; else only exact sizes can have graphs",
+        "`model.eval()` if it is a BatchNorm's doing; else only exact sizes can have graphs",
     )
     PAD_NOT_NEUTRAL = (
         "pad-not-neutral",

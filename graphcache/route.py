@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphcache.buckets import BucketSet, Piece
+from graphcache.buckets import MAX_PIECES, BucketSet, Piece
 from graphcache.errors import Fallback
 from graphcache.facts import Facts
 from graphcache.padding import volume
@@ -74,4 +74,15 @@ def _split(
         f"{d}={max(c[i] for c in buckets.corners)}" for i, d in enumerate(buckets.dims)
     )
     asked = ", ".join(f"{d}={n}" for d, n in zip(buckets.dims, sizes, strict=True))
-    raise Fallback(Reason.OVER_MAX, f"no bucket holds {asked}; the largest sizes are {largest}")
+    what = (
+        f"no bucket holds {asked}; the largest sizes are {largest}; {_why_whole(settings, facts)}"
+    )
+    raise Fallback(Reason.OVER_MAX, what)
+
+
+def _why_whole(settings: Settings, facts: Facts) -> str:
+    if settings.split is None:
+        return "`split` is None"
+    if not any(facts.splittable(dim) for dim in range(len(facts.dims or ()))):
+        return "no dim was found whose rows are independent"
+    return f"the dims that may be split do not hold it in {MAX_PIECES} pieces"

@@ -162,8 +162,8 @@ class GraphCache(Delegate):
             progress: show a progress bar.
 
         Raises:
-            GraphCacheError: no sample and no call seen yet, a sample that forward does not take, or
-                nothing to warm up (no buckets and no `sizes`, or sealed); under
+            GraphCacheError: no sample and no call seen yet, a sample that forward does not take or
+                that is empty, or nothing to warm up (no buckets and no `sizes`, or sealed); under
                 `on_fallback="raise"` also what stops a capture.
 
         Example:
@@ -180,7 +180,8 @@ class GraphCache(Delegate):
                 )
             wanted = self._miss.warmup_sizes(sizes)
             if not wanted or self._miss.store.sealed:
-                why = "the cache is sealed" if wanted else "no buckets are given; pass `sizes`"
+                sealed = "the cache is sealed, for good; make a new one"
+                why = sealed if wanted else "no buckets are given; pass `sizes`"
                 raise GraphCacheError(f"warmup() has nothing to capture: {why}.")
             for call, bucket in tqdm(
                 [(c, b) for b in wanted for c in calls], "graphcache", disable=not progress
@@ -244,7 +245,8 @@ class GraphCache(Delegate):
             try:
                 return self._miss.static_views(calls[0], tuple(map(int, wanted)))
             except Fallback as fallback:
-                raise GraphCacheError(f"sizes {sizes} get no graph: {fallback}") from fallback
+                why = f"{fallback}; to do: {fallback.remedy}"
+                raise GraphCacheError(f"sizes {sizes} get no graph: {why}.") from fallback
 
     def rebucket(self, plan: Any) -> None:
         """Use other buckets from the next call on; graphs of buckets in both sets are kept.
@@ -264,7 +266,9 @@ class GraphCache(Delegate):
         if not isinstance(sample, (tuple, dict)):
             args, kwargs = (sample,), {}
         try:
-            return Call(self._miss.binder, args, kwargs)
+            call = Call(self._miss.binder, args, kwargs)
+            self._miss.try_out(call)
+            return call
         except Fallback as fallback:
             raise GraphCacheError(
                 f"the sample is no call of {self._name()}: {fallback.detail}; a tuple is *args, a "

@@ -82,7 +82,8 @@ class GraphStore:
 
     def refuse_sealed(self) -> None:
         if self.sealed:
-            raise Fallback(Reason.NOT_ADMITTED, "sealed")
+            remedy = "warm up what you need before `seal()`, which is for good"
+            raise Fallback(Reason.NOT_ADMITTED, "the cache is sealed", remedy)
 
     def refuse_failed(self, facts: Facts, key: Key) -> None:
         if key[1] in facts.failed:

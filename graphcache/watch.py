@@ -30,7 +30,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.nn.utils import parametrize
 
 from graphcache.errors import Fallback
-from graphcache.holdings import Slots, caches, is_lazy
+from graphcache.holdings import Outside, Slots, caches, is_lazy
 from graphcache.hooks import GLOBAL_HOOKS, HOOKS, collectors, recorded
 from graphcache.modes import numbering
 from graphcache.reasons import Reason
@@ -62,7 +62,7 @@ class Watch:
         modules = slots.modules
         self._places = slots.places
         values = [value for _, _, value in slots.places]
-        held = [value for value in values if isinstance(value, Tensor)]
+        held = [value for value in values if issubclass(type(value), Tensor)]
         self._scripts = [m for m in modules if isinstance(m, torch.jit.ScriptModule)]
         self._script = _script_state(self._scripts)
         made = [tensor for tensor in held if not is_lazy(tensor)]
@@ -77,9 +77,10 @@ class Watch:
         hooked = [*modules, *caches(self._module)]
         harmless = [vars(m)[kind] for m in hooked for kind in HOOKS if recorded(m, kind)]
         containers = [*slots.containers, *harmless]
-        self._lengths = [(holder, len(holder)) for holder in containers if holder]
+        sized = [holder for holder in containers if not isinstance(holder, Outside)]
+        self._lengths = [(holder, len(holder)) for holder in sized if holder]
         hooks = [(m, kind) for m in hooked for kind in HOOKS if not recorded(m, kind)]
-        empty = [holder for holder in containers if not holder]
+        empty = [holder for holder in sized if not holder]
         self._empty = [*GLOBAL_HOOKS, *(vars(m)[kind] for m, kind in hooks), *empty]
         self._collectors = collectors(modules)
         self._parametrized = any("parametrizations" in vars(m).get("_modules", ()) for m in modules)
@@ -268,7 +269,7 @@ def _comparable(value: Any) -> Any:
     try:
         spec = flatten(value, leaves)
         hash(spec)
-    except (Fallback, TypeError):
+    except Exception:  # of objects with ways of their own too
         return _Same(value)
     return spec if not leaves else _Same(value)
 

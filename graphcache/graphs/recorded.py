@@ -52,7 +52,10 @@ class RecordedGraph:
 
     def replay(self) -> None:
         """Run every step again and put its results where the recorded run had them."""
-        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        # What forward made in inference mode can be written to in that mode only.
+        inference = any(p.is_inference() for step in self._steps for p, _ in step[3])
+        mode = torch.inference_mode() if inference else torch.no_grad()
+        with mode, torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             for func, args, kwargs, places in self._steps:
                 result = _run(func, args, kwargs)
                 if places:
