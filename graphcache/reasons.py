@@ -109,7 +109,7 @@ class Reason(StrEnum):
     CAPTURE_FAILED = (
         "capture-failed",
         "a trial run or the capture failed, and was undone",
-        "read the error that it names",
+        "mend what the error says; if only one bucket raises it, leave that one out",
     )
     OUT_OF_MEMORY = (
         "out-of-memory",

@@ -349,3 +349,15 @@ def test_a_console_script_is_nobodys_code():
     thread.start()
     thread.join()
     assert lines == [""]
+
+
+@pytest.mark.parametrize("sizes", [(30, 10), (10, 30)], ids=str)
+def test_a_bucket_beyond_a_table_is_refused_alone_whatever_call_comes_first(sizes):
+    cache = GraphCache(Positions(), {"batch": [4], "seq": [12, 32]}, dynamic_shapes=BOTH)
+    with torch.no_grad():
+        for n in (*sizes, *sizes):
+            x = torch.randn(3, min(n, 16), 4)
+            torch.testing.assert_close(cache(x), cache.module(x))
+    assert cache.stats().fallbacks == {"capture-failed": 2}
+    assert (cache.stats().captures, cache.stats().replays) == (1, 1)
+    assert cache.traffic.counts == {(3, 10): 2, (3, 16): 2}

@@ -649,3 +649,35 @@ def test_what_a_threshold_hides_is_not_found(device: str) -> None:
     cache(x, torch.tensor(10, device=device))
     step = torch.tensor(900, device=device)
     assert differs(cache(x, step), late(x, step))  # should be equal!
+
+
+def test_a_gate_in_a_part_of_a_matrix_is_not_opened(device: str) -> None:
+    """Zeros beside other values may be a causal mask, which hides for good."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Parameter(torch.eye(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix[0, 0] * x + self.mix[0, 1] * x.mean(0)
+
+    cache, x = GraphCache(Mixing().to(device), [4]), rows(3, device)
+    cache(x)
+    cache.module.mix.fill_(1)
+    assert differs(cache(x), cache.module(x))  # should be equal!
+
+
+SCALE = 1.0
+
+
+def test_names_that_code_makes_up_are_not_followed(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * globals()["SCALE"]
+
+    cache, x = GraphCache(scaled, [4]), rows(3, device)
+    cache(x)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert differs(cache(x), scaled(x))  # should be equal!

@@ -224,3 +224,49 @@ def test_a_number_that_is_an_index_stays_in_its_table():
     with torch.no_grad():
         torch.testing.assert_close(cache(x), net(x))
     assert cache.stats().eager == 0
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [
+        torch.zeros(4, dtype=torch.long),
+        torch.zeros(2, 4, dtype=torch.int8),
+        torch.zeros(2, 4, dtype=torch.bool),
+        torch.zeros(4, dtype=torch.complex64),
+        torch.full((4,), float("nan")),
+    ],
+    ids=["integers", "matrix of integers", "matrix of flags", "complex", "nan"],
+)
+def test_gates_of_any_type_hide_nothing(gate):
+    class Open(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("gate", gate.clone())
+
+        def forward(self, x):
+            share = torch.view_as_real(self.gate).flatten() if gate.is_complex() else self.gate
+            return x + share.flatten()[0].nan_to_num() * x.mean(0)
+
+    net = Open()
+    cache, x = GraphCache(net, buckets=[8]), torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(cache(x), net(x))
+            net.gate.fill_(1)
+
+
+def test_flags_that_are_all_on_may_be_off_another_day():
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("own", torch.ones(4, dtype=torch.bool))
+
+        def forward(self, x):
+            return torch.where(self.own, x, x.mean(0))
+
+    net = Kept()
+    cache, x = GraphCache(net, buckets=[8]), torch.randn(3, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(cache(x), net(x))
+            net.own.fill_(False)

@@ -515,3 +515,16 @@ def test_the_recorder_refuses_without_stopping_the_callers_other_threads():
     threading.Thread(target=reads).start()
     record(function, torch.ones(2))
     assert read == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("inner", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_forward_in_a_mode_of_its_own_is_served(inner, mode):
+    """What it makes in inference mode can be written to in that mode only."""
+    linear = torch.nn.Linear(4, 4).requires_grad_(False)
+    cache = GraphCache(inner()(lambda x: linear(x) * 2), [4, 8])
+    with mode():
+        for n in (3, 4, 7, 3):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(cache(x), linear(x) * 2)
+    assert cache.stats().eager == 0

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils import weight_norm
 
 from graphcache import GraphCache
+from graphcache.holdings import Slots
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -663,3 +664,165 @@ def test_a_module_behind_a_callable_is_watched(kind, what):
     if changes[what] == model.train:
         changes[what] = lambda: model[0].weight.data.neg_()
     serves(GraphCache(call, [3]), changes[what])
+
+
+class Tool:
+    """A namespace, and a plain object with a method."""
+
+    scale = 1.0
+
+    def apply(self, x):
+        return x * SCALE
+
+
+TOOL = Tool()
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * SCALE
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@torch.no_grad()
+def without_grad(x):
+    return x * SCALE
+
+
+class OfManyKinds(nn.Module):
+    """Reads a global in a method of another kind than a plain one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.tool = kind, TOOL
+
+    @staticmethod
+    def static(x):
+        return x * SCALE
+
+    @classmethod
+    def of_class(cls, x):
+        return x * SCALE
+
+    @property
+    def scale(self):
+        return SCALE
+
+    @torch.no_grad()
+    def decorated(self, x):
+        return x * SCALE
+
+    def __getitem__(self, x):
+        return x * SCALE
+
+    def forward(self, x):
+        return {
+            "static": lambda: self.static(x),
+            "class": lambda: self.of_class(x),
+            "property": lambda: x * self.scale,
+            "decorated": lambda: self.decorated(x),
+            "decorated function": lambda: without_grad(x),
+            "item": lambda: self[x],
+            "object": lambda: self.tool.apply(x),
+            "global object": lambda: TOOL.apply(x),
+            "made": lambda: Tool().apply(x),
+            "autograd": lambda: Scaled.apply(x),
+            "namespace": lambda: x * Tool.scale,
+        }[self.kind]()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "static",
+        "class",
+        "property",
+        "decorated",
+        "decorated function",
+        "item",
+        "object",
+        "global object",
+        "made",
+        "autograd",
+        "namespace",
+    ],
+)
+def test_globals_are_watched_in_methods_of_every_kind(kind, monkeypatch):
+    def change():
+        monkeypatch.setitem(globals(), "SCALE", SCALE + 1)
+        monkeypatch.setattr(Tool, "scale", SCALE + 1)
+
+    serves(GraphCache(OfManyKinds(kind), [4]), change)
+
+
+def test_defaults_assigned_anew_are_noticed():
+    def scaled(x, scale=1.0):
+        return x * scale
+
+    serves(GraphCache(scaled, [4]), lambda: setattr(scaled, "__defaults__", (3.0,)))
+
+
+logits = [0]
+
+
+class Named(nn.Module):
+    """Its attribute has the name of a global of this file, which it does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = 1.0
+
+    def forward(self, x):
+        return x * self.logits
+
+
+def test_a_global_of_an_attributes_name_is_nobodys(monkeypatch):
+    """Neither compared nor put back after a trial run."""
+    cache, x = GraphCache(Named(), [4]), torch.randn(3, 4)
+    assert not any(value is logits for _, _, value in Slots(cache.module).places)
+    with torch.no_grad():
+        for _ in range(3):
+            monkeypatch.setitem(globals(), "logits", cache(x))
+    assert cache.stats().captures == 1
+    assert cache.stats().replays == 2
+
+
+def test_a_cell_that_is_empty_is_no_change():
+    def outer():
+        def forward(x):
+            return late(x) if len(x) > 100 else x * 2
+
+        if len(logits) > 1:
+            late = torch.relu
+        return forward
+
+    cache = GraphCache(outer(), [4])
+    serves(cache, lambda: None)
+
+
+class Refusing:
+    """Answers no question, as proxies of a context do outside of it."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(f"working outside of context: {name}")
+
+
+class OfNoModule:
+    pass
+
+
+OfNoModule.__module__ = None
+ODD = {}
+
+
+def test_objects_that_refuse_to_be_asked_are_left_alone():
+    ODD.update(proxy=Refusing(), nowhere=OfNoModule())
+
+    def scaled(x):
+        return x * len(ODD)
+
+    serves(GraphCache(scaled, [4]), lambda: None)
