@@ -5,11 +5,9 @@ may read a value from.
 from __future__ import annotations
 
 import contextvars
-import dis
 import enum
 import functools
 import itertools
-import sys
 import threading
 import types
 import weakref
@@ -21,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphcache.delegate import Delegate
-from graphcache.frames import is_users
 from graphcache.hooks import derived_names
+from graphcache.outside import Outside, is_own, is_users_class, methods_run, names_in
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
@@ -75,7 +73,7 @@ def _hidden(module: nn.Module, seen: dict[int, Any]) -> list[nn.Module]:
     values = [v for name, v in vars(module).items() if name not in _INTERNAL]
     if id(type(module)) not in seen:
         seen[id(type(module))] = type(module)
-        values += _run(type(module).__mro__, set())
+        values += methods_run(type(module).__mro__, set())
     for _ in range(_DEPTH + 1):
         found += [value for value in values if issubclass(type(value), nn.Module)]
         holders = [holder for value in values for holder in _opened(value)]
@@ -125,7 +123,9 @@ class Slotted(MutableMapping[str, Any]):
 
 def _slots(kind: type) -> dict[str, Any]:
     is_slot = types.MemberDescriptorType
-    return {n: v for n, v in vars(kind).items() if type(v) is is_slot} if _is_users(kind) else {}
+    return (
+        {n: v for n, v in vars(kind).items() if type(v) is is_slot} if is_users_class(kind) else {}
+    )
 
 
 class Underneath(MutableMapping[Any, Any]):
@@ -150,136 +150,6 @@ class Underneath(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return dict.__len__(self._owner)
-
-
-class Outside(MutableMapping[str, Any]):
-    """What the user's own function reads by name from outside: its closure, and the globals that
-    its code names, without modules, classes and what installed packages define.
-    """
-
-    def __init__(self, function: types.FunctionType) -> None:
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._cells = {name: cell for name, cell in cells if not _is_empty(cell)}
-        self._globals, self._function = function.__globals__, function
-        names = [n for n in _globals_in(function.__code__) if n in self._globals]
-        found = {n: self._globals[n] for n in names if n not in self._cells}
-        named = (n for n, value in found.items() if not _is_fixed(value))
-        defaults = (name for name in _DEFAULTS if getattr(function, name) is not None)
-        self._names = (*self._cells, *named, *defaults)
-
-    def __getitem__(self, name: str) -> Any:
-        if name in _DEFAULTS:
-            return getattr(self._function, name)
-        try:
-            return self._cells[name].cell_contents if name in self._cells else self._globals[name]
-        except ValueError:  # emptied since
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in _DEFAULTS:
-            setattr(self._function, name, value)
-        elif name in self._cells:
-            self._cells[name].cell_contents = value
-        else:
-            self._globals[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        if name in self._cells:
-            del self._cells[name].cell_contents
-        else:
-            del self._globals[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if name in self)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is cell  # of course not
-    except ValueError:
-        return True
-
-
-@functools.lru_cache(4096)
-def _globals_in(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function's code reads or writes, functions within it included. Not
-    `co_names`, which has the attributes too: a script's variable of such a name is not its own.
-    """
-    found = {i.argval: None for i in dis.get_instructions(code) if i.opname in _GLOBAL}
-    for inner in _codes_in(code):
-        found |= dict.fromkeys(_globals_in(inner))
-    return tuple(found)
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Every name in a function's code: what it may call."""
-    return set(code.co_names).union(*map(_names_in, _codes_in(code)))
-
-
-def _codes_in(code: types.CodeType) -> list[types.CodeType]:
-    return [const for const in code.co_consts if isinstance(const, types.CodeType)]
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether a global is none that a user changes: a module, a logger, a class or function of an
-    installed package.
-    """
-    kind = type(value)
-    if kind is types.FunctionType:
-        return not _is_own(value)
-    if issubclass(kind, type):
-        return not (_is_users(value) and _is_own_class(value))
-    return issubclass(kind, _FIXED) or _package(kind) in _BUSY
-
-
-def _is_own(function: types.FunctionType) -> bool:
-    """Whether the user's own code made a function, or what a library's decorator wraps in it."""
-    wrapped = vars(function).get("__wrapped__")
-    inner = type(wrapped) is types.FunctionType and wrapped is not function and _is_own(wrapped)
-    return inner or is_users(function.__code__.co_filename, installed=False)
-
-
-def _is_own_class(kind: type) -> bool:
-    where = _module_of(kind)
-    file = getattr(sys.modules.get(where), "__file__", None)
-    if not isinstance(file, str):
-        return where not in sys.builtin_module_names
-    return is_users(file, installed=False)
-
-
-def _run(kinds: Iterable[type], names: set[str]) -> list[types.FunctionType]:
-    """The methods of the user's own that a call may run: `forward`, those with a meaning to Python,
-    and those that code names, which is added to `names`.
-    """
-    users = (kind for kind in kinds if _is_users(kind))
-    methods = [(n, f) for kind in users for n, v in vars(kind).items() for f in _functions(v)]
-    found: dict[int, types.FunctionType] = {}
-    while True:
-        new = [
-            function
-            for name, function in methods
-            if id(function) not in found
-            and (name in names or name == "forward" or (name[:2] == "__" and name not in _MAKING))
-            and _is_own(function)
-        ]
-        if not new:
-            return list(found.values())
-        found |= {id(function): function for function in new}
-        names.update(*(_names_in(_innermost(function).__code__) for function in new))
-
-
-def _functions(value: Any) -> list[types.FunctionType]:
-    """The functions behind an entry of a class: itself, or what a descriptor of Python's holds."""
-    held = [getattr(value, name, None) for name in _HELD_BY.get(type(value), ())]
-    return [f for f in (value, *held) if type(f) is types.FunctionType]
-
-
-def _innermost(function: types.FunctionType) -> types.FunctionType:
-    wrapped = vars(function).get("__wrapped__")
-    return _innermost(wrapped) if type(wrapped) is types.FunctionType else function
 
 
 class Slots:
@@ -321,7 +191,11 @@ class Slots:
     def _look_at_class(self, kind: type) -> None:
         """What a user's class and its bases hold, which their objects read as their own."""
         for base in kind.__mro__:
-            if base not in self.classes and _is_users(base) and not issubclass(base, enum.Enum):
+            if (
+                base not in self.classes
+                and is_users_class(base)
+                and not issubclass(base, enum.Enum)
+            ):
                 self.classes[base] = _class_values(base)
                 holder = vars(base)
                 self.containers.append(holder)
@@ -333,7 +207,7 @@ class Slots:
         """What methods read; it may be of classes whose methods they call."""
         seen: set[int] = set()
         while True:
-            methods = [f for f in _run(list(self.classes), self._names) if id(f) not in seen]
+            methods = [f for f in methods_run(list(self.classes), self._names) if id(f) not in seen]
             if not methods:
                 return
             seen |= set(map(id, methods))
@@ -351,7 +225,7 @@ class Slots:
             self._inside += 1
             self.containers.append(holder)
             if isinstance(holder, Outside):
-                self._names |= _names_in(_innermost(value).__code__)
+                self._names |= names_in(value)
             most = max(0, min(_MOST_INSIDE, _MOST_ENTRIES - self._entries))
             self._entries += min(most, len(holder))
             for name, inner in itertools.islice(_items(holder), most):
@@ -368,23 +242,10 @@ def _internal(module: nn.Module) -> frozenset[str]:
 
 
 _CODE = (type, nn.Module, Tensor, types.ModuleType)
-_FIXED = (type, types.ModuleType, types.BuiltinFunctionType)
-_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-_DEFAULTS = ("__defaults__", "__kwdefaults__")
-_MAKING = frozenset({"__init__", "__new__", "__init_subclass__", "__set_name__"})
-_HELD_BY: dict[type, tuple[str, ...]] = {
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget",),
-    functools.cached_property: ("func",),
-    functools.partialmethod: ("func",),
-}
 _MADE = (Slotted, Underneath, Outside)  # anew at each look
 _CONTAINERS = (list, tuple, deque, dict, types.MappingProxyType)
 _READING = ("__len__", "__getitem__", "__iter__", "items")
 _LOCAL = (contextvars.ContextVar, threading.local)  # another value in each context or thread
-_OURS = frozenset({"torch", "builtins", "typing", "abc", "graphcache"})
-_BUSY = frozenset({"_io", "asyncio", "concurrent", "io", "logging", "multiprocessing", "threading"})
 
 
 def _opened(value: Any) -> list[Any]:
@@ -402,7 +263,7 @@ def _opened(value: Any) -> list[Any]:
         return _read_by(value)
     if kind is weakref.ref:
         return [(value(),)]
-    if issubclass(kind, (*_CODE, *_LOCAL)) or not _is_users(kind):
+    if issubclass(kind, (*_CODE, *_LOCAL)) or not is_users_class(kind):
         return []
     try:
         own = value.__dict__
@@ -414,7 +275,7 @@ def _opened(value: Any) -> list[Any]:
 
 def _read_by(function: types.FunctionType) -> list[Any]:
     own = [function.__dict__] if function.__dict__ else []
-    if not _is_own(function):
+    if not is_own(function):
         return own
     outside = Outside(function)
     return [*own, outside] if len(outside) else own
@@ -433,27 +294,6 @@ def _container(value: Any) -> list[Any]:
 
 def _items(holder: Any) -> Iterable[tuple[Any, Any]]:
     return list(holder.items() if isinstance(holder, Mapping) else enumerate(holder))
-
-
-def _is_users(kind: type) -> bool:
-    """Whether a class may hold what a user changes: it is not torch's, but for distributions, and
-    none of Python's that keep books of their own.
-    """
-    where = _module_of(kind)
-    return where.split(".")[0] not in _OURS | _BUSY or where.startswith("torch.distributions.")
-
-
-def _module_of(kind: type) -> str:
-    """Read past the class's own ways, which may refuse."""
-    try:
-        where = type.__dict__["__module__"].__get__(kind)
-    except AttributeError:
-        where = None
-    return where if isinstance(where, str) else ""
-
-
-def _package(kind: type) -> str:
-    return _module_of(kind).split(".")[0]
 
 
 def _class_values(kind: type) -> dict[str, Any]:

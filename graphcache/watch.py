@@ -30,9 +30,10 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.nn.utils import parametrize
 
 from graphcache.errors import Fallback
-from graphcache.holdings import Outside, Slots, caches, is_lazy
+from graphcache.holdings import Slots, caches, is_lazy
 from graphcache.hooks import GLOBAL_HOOKS, HOOKS, collectors, recorded
 from graphcache.modes import numbering
+from graphcache.outside import Outside
 from graphcache.reasons import Reason
 from graphcache.signature import TENSORS, flatten
 from graphcache.storages import is_plain

@@ -12,9 +12,9 @@ ORDER = [
     "__main__", "cli", "demo", "graphcache", "checking", "runtime", "serving", "miss", "store",
     "knowledge", "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial",
     "callplan", "cache", "graphs", "preflight", "stilled", "otherweights", "generators",
-    "watch", "compiled", "attributes", "holdings", "hooks", "call", "garbage", "dims", "shadow",
-    "settings", "report", "tracing", "padding", "hazards", "bounds", "hostreads", "storages",
-    "compare", "modes", "signature", "delegate", "planning", "buckets", "stats", "errors",
+    "watch", "compiled", "attributes", "holdings", "outside", "hooks", "call", "garbage", "dims",
+    "shadow", "settings", "report", "tracing", "padding", "hazards", "bounds", "hostreads",
+    "storages", "compare", "modes", "signature", "delegate", "planning", "buckets", "stats", "errors",
     "frames", "trials", "reasons", "version",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
