@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from graphcache.buckets import parse_buckets
-from graphcache.cache import Entry, Key
-from graphcache.call import Binder, Call, Reading, differences, forward_of
+from graphcache.cache import Entry
+from graphcache.call import Binder, Call, Reading, forward_of
 from graphcache.callplan import CallPlan
 from graphcache.capture import Capturer
 from graphcache.dims import DynamicDims
-from graphcache.errors import BucketError, Fallback, Finding, GraphCacheError
-from graphcache.explain import Explanation, ProbeReport
+from graphcache.errors import BucketError, Fallback, GraphCacheError
 from graphcache.facts import Facts, Learner
 from graphcache.graphs import Backend, backend_for, device_of
 from graphcache.knowledge import Knowledge
@@ -83,7 +82,7 @@ class MissPath:
         Raises:
             Fallback: why it has none.
         """
-        reading, facts, route = self._routed(Call(self.binder, args, kwargs))
+        reading, facts, route = self.routed(Call(self.binder, args, kwargs))
         if route.bucket is None:
             return SplitPlan(reading, facts, route.dim, route.pieces)
         key = (reading.signature, route.bucket)
@@ -120,38 +119,38 @@ class MissPath:
                 entry, reading.sizes, reading.call.slots, fills, axes, self.backend, lends
             )
 
-    def _routed(self, call: Call) -> tuple[Reading, Facts, Route]:
+    def routed(self, call: Call) -> tuple[Reading, Facts, Route]:
         """Read a call, learn what it needs, and choose what serves it. Before padding comes the
         probe.
         """
-        reading, facts = self._known(call)
+        reading, facts = self.known(call)
         bucket = self.buckets.choose(reading.sizes)
         if bucket != reading.sizes and facts.dims is None:
             self.store.refuse_sealed()
-            facts = self._probed(reading, bucket or self.buckets.largest())
+            facts = self.probed(reading, bucket or self.buckets.largest())
         return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
 
-    def _probed(self, reading: Reading, bucket: tuple[int, ...]) -> Facts:
+    def probed(self, reading: Reading, bucket: tuple[int, ...]) -> Facts:
         """Probe at the smallest bucket that tells enough: it is cheaper, and what the module does
         not take at a larger one is that one's own affair.
         """
         sizes_read = self.sizes_read
         if volume(self.buckets.smallest_telling()) < volume(bucket):
             self._probe_once(reading.call)
-        reading, facts = self._known(reading.call)
+        reading, facts = self.known(reading.call)
         if facts.dims is None:
             self.knowledge.probe(reading, facts, bucket)
         self.sizes_read = sizes_read
         return facts
 
-    def _known(self, call: Call) -> tuple[Reading, Facts]:
+    def known(self, call: Call) -> tuple[Reading, Facts]:
         self.sizes_read = None
         refuse_tracing()
         self.catch_up()
         self._refuse_grad(call)
         refuse_hooks(self.watch)
         refuse_state(self.watch)
-        self._choose_backend(call)
+        self.choose_backend(call)
         reading = self.knowledge.read(call)
         self.sizes_read = reading.traffic
         refuse_empty(reading.sizes, reading.dims)
@@ -177,7 +176,7 @@ class MissPath:
             Fallback: why.
         """
         try:
-            self._known(call)
+            self.known(call)
         except Fallback as fallback:
             raised = fallback.reason is Reason.CAPTURE_FAILED and fallback.__cause__ is not None
             if raised or fallback.reason in (Reason.EMPTY, Reason.UNSUPPORTED_INPUT):
@@ -200,7 +199,7 @@ class MissPath:
         """Capture one bucket for a call's form unless it has a graph, and probe its padding."""
         if not self.buckets.exact:
             self._probe_once(call)
-        reading, facts = self._known(self._resized(call, bucket))
+        reading, facts = self.known(self._resized(call, bucket))
         entry = self.store.entry_ahead(reading, facts, (reading.signature, bucket))
         if not (self.buckets.exact or facts.unpadded(bucket)):
             self._check_padding(entry, facts, reading)
@@ -208,13 +207,13 @@ class MissPath:
     def _probe_once(self, call: Call) -> None:
         """Probe at a small bucket, since a probe runs the module a few dozen times."""
         telling = self.buckets.smallest_telling()
-        reading, facts = self._known(self._resized(call, telling))
+        reading, facts = self.known(self._resized(call, telling))
         if facts.dims is None:
             self.knowledge.probe(reading, facts, telling)
 
     def static_views(self, call: Call, sizes: tuple[int, ...]) -> dict[str, Tensor]:
         """The heads of a bucket's static inputs, by input name."""
-        reading, facts, route = self._routed(self._resized(call, sizes))
+        reading, facts, route = self.routed(self._resized(call, sizes))
         if route.bucket is None:
             limit = ", ".join(map(str, self.buckets.largest()))
             remedy = f"ask for at most {limit}"
@@ -230,7 +229,7 @@ class MissPath:
 
     def _resized(self, call: Call, sizes: tuple[int, ...]) -> Call:
         self.catch_up()
-        self._choose_backend(call)
+        self.choose_backend(call)
         resized = self.knowledge.read(call).resized(sizes)
         if resized is None:
             detail = "without buckets or `dynamic_shapes` no call of another size can be made"
@@ -247,83 +246,6 @@ class MissPath:
         if not self.buckets.exact:
             self.store.keep(frozenset(self.buckets.corners))
         self.store.trim()
-
-    # Seeing it.
-
-    def explain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
-        reading, facts, route = self._routed(Call(self.binder, args, kwargs))
-        dims, sizes, bucket = reading.dims, reading.sizes, route.bucket
-        if bucket is None:
-            pieces = tuple(piece.bucket for piece in route.pieces)
-            return Explanation("split", dims, sizes, pieces=pieces)
-        key = (reading.signature, bucket)
-        if key in self.store.graphs:
-            return Explanation("replay", dims, sizes, bucket)
-        nearest = self._nearest(key)
-        try:
-            self.store.refuse_failed(facts, key)
-            uses = self.store.graphs.uses(key) + 1
-            self.store.refuse_unfit(key, route.why_exact, uses)
-        except Fallback as why:
-            return Explanation.eager(why, dims=dims, sizes=sizes, bucket=bucket, nearest=nearest)
-        return Explanation("capture", dims, sizes, bucket, nearest=nearest)
-
-    def _nearest(self, key: Key) -> tuple[str, ...]:
-        """How the captured key that is most alike differs, a line each."""
-        options = []
-        for signature, bucket in self.store.graphs:
-            lines = list(differences(key[0], signature))
-            if bucket != key[1]:
-                lines.append(f"bucket: {key[1]}, captured {bucket}")
-            options.append(tuple(lines))
-        return min(options, key=len, default=())
-
-    def probe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeReport:
-        reading, facts = self._known(Call(self.binder, args, kwargs))
-        if self.buckets.exact:
-            return ProbeReport({}, detail="no buckets are given, so nothing is padded")
-        bucket = self.buckets.choose(reading.sizes) or self.buckets.largest()
-        self.knowledge.probe(reading, facts, bucket)
-        return ProbeReport(dict(zip(reading.dims, facts.dims or (), strict=True)))
-
-    def look(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Finding], ProbeReport]:
-        """All that stands between a call and a graph that serves it padded: what a trial run shows,
-        what the probe shows, and whether the capture itself succeeds.
-        """
-        report = ProbeReport({})
-        try:
-            call = Call(self.binder, args, kwargs)
-            self.catch_up()
-            self._choose_backend(call)
-            findings = self.knowledge.findings(self.knowledge.read(call))
-            if not findings and self.buckets.exact:
-                report = self.probe(args, kwargs)
-            elif not findings:
-                reading, facts = self._known(call)
-                telling = self.buckets.smallest_telling()
-                self.knowledge.probe(reading, facts, telling)
-                found = self._warm_alone(call, telling)
-                if all(finding.reason is not Reason.CAPTURE_FAILED for finding in found):
-                    # Where forward raises at this size, the probe blames every dim for it.
-                    report = ProbeReport(dict(zip(reading.dims, facts.dims or (), strict=True)))
-                for corner in self.buckets.outermost():
-                    if corner != telling:
-                        found += self._warm_alone(call, corner)
-                findings = [*report.findings(), *found]
-        except Fallback as fallback:
-            findings = [fallback.finding()]
-        return findings, report
-
-    def _warm_alone(self, call: Call, bucket: tuple[int, ...]) -> list[Finding]:
-        """What stops a capture at one bucket, such as a table that ends before it."""
-        try:
-            self.warm(call, bucket)
-        except Fallback as fallback:
-            found = fallback.finding()
-            return [found._replace(what=f"bucket {bucket}: {found.what}")]
-        return []
 
     # Change and forgetting.
 
@@ -375,7 +297,7 @@ class MissPath:
             raise Fallback(Reason.DEVICE, "no call was seen yet")
         return self._backend
 
-    def _choose_backend(self, call: Call) -> None:
+    def choose_backend(self, call: Call) -> None:
         """Find the module's device at first and after a move; refuse a capturing caller."""
         if self._backend is None:
             device = device_of(self._module, call.leaves)

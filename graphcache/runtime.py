@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from graphcache import insight
 from graphcache.call import Call
 from graphcache.delegate import Delegate
 from graphcache.errors import Fallback, Finding, GraphCacheError
@@ -291,7 +292,7 @@ class GraphCache(Delegate):
         """
         with self._server.lock:
             try:
-                return self._miss.explain(args, kwargs)
+                return insight.explain(self._miss, args, kwargs)
             except Fallback as fallback:
                 return Explanation.eager(fallback)
 
@@ -306,7 +307,7 @@ class GraphCache(Delegate):
         """
         with self._server.lock, torch.no_grad():
             try:
-                return self._miss.probe(args, kwargs)
+                return insight.probe(self._miss, args, kwargs)
             except Fallback as fallback:
                 return ProbeReport({}, fallback.reason, fallback.detail, fallback.remedy)
 
@@ -315,7 +316,7 @@ class GraphCache(Delegate):
     ) -> tuple[list[Finding], ProbeReport]:
         """Everything found about a call, for `check`."""
         with self._server.lock, torch.no_grad():
-            return self._miss.look(args, kwargs)
+            return insight.look(self._miss, args, kwargs)
 
     def stats(self) -> Stats:
         """Counters so far; reading `graph_bytes` looks at the allocator, without synchronising."""

@@ -361,3 +361,10 @@ def test_a_bucket_beyond_a_table_is_refused_alone_whatever_call_comes_first(size
     assert cache.stats().fallbacks == {"capture-failed": 2}
     assert (cache.stats().captures, cache.stats().replays) == (1, 1)
     assert cache.traffic.counts == {(3, 10): 2, (3, 16): 2}
+
+
+def test_probing_a_call_beyond_a_table_spoils_nothing():
+    cache = GraphCache(Positions(), {"batch": [4], "seq": [12, 32]}, dynamic_shapes=BOTH)
+    assert all(facts.neutral for facts in cache.probe(torch.randn(3, 14, 4)).dims.values())
+    with torch.no_grad():
+        assert cache.explain(torch.randn(3, 10, 4)).action == "capture"
