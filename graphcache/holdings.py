@@ -20,7 +20,15 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from graphcache.delegate import Delegate
 from graphcache.hooks import derived_names
-from graphcache.outside import Outside, is_own, is_users_class, methods_run, names_in
+from graphcache.outside import (
+    Outside,
+    functions_of,
+    is_own,
+    is_own_class,
+    is_users_class,
+    methods_run,
+    names_in,
+)
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
@@ -122,6 +130,8 @@ class Slotted(MutableMapping[str, Any]):
 
 
 def _slots(kind: type) -> dict[str, Any]:
+    if "__slots__" not in vars(kind):
+        return {}  # of classes in C, whose members are not to be written
     is_slot = types.MemberDescriptorType
     return (
         {n: v for n, v in vars(kind).items() if type(v) is is_slot} if is_users_class(kind) else {}
@@ -199,7 +209,8 @@ class Slots:
                 self.classes[base] = _class_values(base)
                 holder = vars(base)
                 self.containers.append(holder)
-                self.places += [(holder, n, value) for n, value in self.classes[base].items()]
+                held = {**dict(_methods(base)), **self.classes[base]}
+                self.places += [(holder, name, value) for name, value in held.items()]
                 for value in self.classes[base].values():
                     self._look_into(value, _DEPTH)
 
@@ -298,15 +309,25 @@ def _items(holder: Any) -> Iterable[tuple[Any, Any]]:
 
 def _class_values(kind: type) -> dict[str, Any]:
     """Numbers, flags and the like on a class, and the forward that it defines."""
-    return {
+    found = {
         name: value
         for name, value in vars(kind).items()
         if name == "forward" or not (name.startswith("__") or _is_code(value))
     }
+    return dict(itertools.islice(found.items(), _MOST_INSIDE))
 
 
 def _is_code(value: Any) -> bool:
-    return callable(value) or hasattr(type(value), "__get__")
+    kind = type(value)
+    if issubclass(kind, type):
+        return not is_own_class(value)
+    return issubclass(kind, types.BuiltinFunctionType) or hasattr(kind, "__get__")
+
+
+def _methods(kind: type) -> list[tuple[str, Any]]:
+    """The methods of a class of the user's own, as the class has them."""
+    items = vars(kind).items() if is_own_class(kind) else ()
+    return [(n, v) for n, v in items if functions_of(v) and (n == "__call__" or n[:2] != "__")]
 
 
 def is_lazy(value: Any) -> bool:

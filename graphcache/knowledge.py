@@ -8,6 +8,7 @@ process's capture lock.
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -29,6 +30,8 @@ from graphcache.signature import Signature
 from graphcache.watch import Watch
 
 T = TypeVar("T")
+
+_MOST_WRITTEN = 8  # trials in a row, from then on at powers of two
 
 
 class Knowledge:
@@ -53,6 +56,8 @@ class Knowledge:
         self._facts: LRUCache[Signature, Facts] = LRUCache(4 * self._signatures)
         self._examples: LRUCache[Signature, Call] = LRUCache(self._signatures)
         self._follows: dict[str, bool] = {}
+        self._written: dict[Signature, Fallback] = {}
+        self._asked: Counter[Signature] = Counter()
 
     def attach(self, backend: Backend, modes: Modes, learner: Learner) -> None:
         """Learn by these from now on."""
@@ -90,11 +95,24 @@ class Knowledge:
     def _facts_of(self, reading: Reading, admit: Callable[[Signature], None]) -> Facts:
         facts = self._facts.get(reading.signature)
         if facts is None:
+            self._refuse_writers(reading.signature)
             admit(reading.signature)
             facts = self._learn(reading)
         if facts.refused is not None:
             raise facts.refused.again()
         return facts
+
+    def _refuse_writers(self, signature: Signature) -> None:
+        """Try a form of call ever more rarely whose trials found state written: each call may be in
+        another state, and a trial puts back what other threads write to the same things.
+        """
+        form = signature._replace(state=0)
+        last = self._written.get(form)
+        if last is not None:
+            self._asked[form] += 1
+            asked = self._asked[form]
+            if asked > _MOST_WRITTEN and asked & (asked - 1):
+                raise last.again()
 
     def findings(self, reading: Reading) -> list[Finding]:
         """What stops captures of this signature, all of it; learned now if it is new.
@@ -114,6 +132,9 @@ class Knowledge:
             if fallback.reason in (Reason.OUT_OF_MEMORY, Reason.CAPTURE_FAILED):
                 raise  # of this call, perhaps not of the next one
             facts, reads = Facts(refused=fallback.again()), []
+        if facts.refused is not None and facts.refused.reason is Reason.STATE_WRITTEN:
+            form = reading.signature._replace(state=0)
+            self._written[form] = facts.refused.again()
         self._watch.follow(reads)
         if torch.is_grad_enabled() and self._watch.needs_grad():
             raise Fallback(Reason.GRAD)  # because of a tensor that only the run showed

@@ -7,6 +7,7 @@ in the way is a `Fallback`.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,11 +23,13 @@ from graphcache.capture import Capturer
 from graphcache.dims import DynamicDims
 from graphcache.errors import BucketError, Fallback, GraphCacheError
 from graphcache.facts import Facts, Learner
+from graphcache.frames import told
 from graphcache.graphs import Backend, backend_for, device_of
 from graphcache.knowledge import Knowledge
 from graphcache.modes import Modes
 from graphcache.padding import head, volume
 from graphcache.preflight import plain_modes
+from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 from graphcache.route import Route, choose_route, refuse_empty
 from graphcache.settings import Settings
@@ -205,11 +208,21 @@ class MissPath:
             self._check_padding(entry, facts, reading)
 
     def _probe_once(self, call: Call) -> None:
-        """Probe at a small bucket, since a probe runs the module a few dozen times."""
-        telling = self.buckets.smallest_telling()
+        """Probe at a small bucket, since a probe runs the module a few dozen times; and at the
+        largest, if the module does not take small sizes.
+        """
+        telling, largest = self.buckets.smallest_telling(), self.buckets.corners[-1]
         reading, facts = self.known(self._resized(call, telling))
-        if facts.dims is None:
-            self.knowledge.probe(reading, facts, telling)
+        if facts.dims is not None:
+            return
+        self.knowledge.probe(reading, facts, telling)
+        found = facts.dims
+        if telling != largest and not _neutral(found):
+            with contextlib.suppress(Fallback):
+                reading, facts = self.known(self._resized(call, largest))
+                self.knowledge.probe(reading, facts, largest)
+            if not _neutral(facts.dims):
+                facts.dims = found
 
     def static_views(self, call: Call, sizes: tuple[int, ...]) -> dict[str, Tensor]:
         """The heads of a bucket's static inputs, by input name."""
@@ -255,7 +268,12 @@ class MissPath:
         if watch.same():
             return
         moves = watch.moves
-        watch.refresh()
+        try:
+            watch.refresh()
+        except Exception as error:  # of what the module holds, asked in a way that it refuses
+            watch.lost = True
+            what = f"looking at what the module holds raised {told(error)}"
+            raise Fallback(Reason.UNSUPPORTED_INPUT, what, "hold it elsewhere") from error
         if watch.moves != moves:
             self.forget()
             self._leave_device()
@@ -310,6 +328,10 @@ class MissPath:
             self.store.attach(self._backend, Capturer(learner, self._module, self._backend))
         if self._backend.device.type == "cuda":
             refuse_capturing()
+
+
+def _neutral(dims: tuple[DimFacts, ...] | None) -> bool:
+    return dims is not None and all(dim.neutral for dim in dims)
 
 
 def _refuse_answers(reading: Reading, facts: Facts) -> None:

@@ -24,6 +24,7 @@ _HELD_BY: dict[type, tuple[str, ...]] = {
     classmethod: ("__func__",),
     property: ("fget",),
     functools.cached_property: ("func",),
+    functools.singledispatchmethod: ("func",),
     functools.partialmethod: ("func",),
 }
 _FIXED = (type, types.ModuleType, types.BuiltinFunctionType)
@@ -115,7 +116,7 @@ def _is_fixed(value: Any) -> bool:
     if kind is types.FunctionType:
         return not is_own(value)
     if issubclass(kind, type):
-        return not (is_users_class(value) and _is_own_class(value))
+        return not is_own_class(value)
     return issubclass(kind, _FIXED) or _package(kind) in _BUSY
 
 
@@ -135,7 +136,10 @@ def _layers(function: types.FunctionType) -> list[types.FunctionType]:
     return layers
 
 
-def _is_own_class(kind: type) -> bool:
+def is_own_class(kind: type) -> bool:
+    """Whether the user's own code defines a class."""
+    if not is_users_class(kind):
+        return False
     where = _module_of(kind)
     file = getattr(sys.modules.get(where), "__file__", None)
     if not isinstance(file, str):
@@ -148,7 +152,7 @@ def methods_run(kinds: Iterable[type], names: set[str]) -> list[types.FunctionTy
     and those that code names, which is added to `names`.
     """
     users = (kind for kind in kinds if is_users_class(kind))
-    methods = [(n, f) for kind in users for n, v in vars(kind).items() for f in _functions(v)]
+    methods = [(n, f) for kind in users for n, v in vars(kind).items() for f in functions_of(v)]
     found: dict[int, types.FunctionType] = {}
     while True:
         new = [
@@ -164,7 +168,7 @@ def methods_run(kinds: Iterable[type], names: set[str]) -> list[types.FunctionTy
         names.update(*map(names_in, new))
 
 
-def _functions(value: Any) -> list[types.FunctionType]:
+def functions_of(value: Any) -> list[types.FunctionType]:
     """The functions behind an entry of a class: itself, or what a descriptor of Python's holds."""
     held = [getattr(value, name, None) for name in _HELD_BY.get(type(value), ())]
     return [f for f in (value, *held) if type(f) is types.FunctionType]

@@ -387,3 +387,33 @@ def test_hidden_states_of_an_encoder_are_collected_once(device):
         for _ in range(3):
             seen = cache(ids, output_hidden_states=True, output_attentions=True)
             assert (len(seen.hidden_states), len(seen.attentions)) == (3, 2)
+
+
+QUEUE = []
+
+
+def test_what_other_threads_write_is_soon_left_alone():
+    """Forward reads what they write: calls are refused, and tried ever more rarely."""
+
+    def forward(x):
+        return x * len(QUEUE)
+
+    cache, x = GraphCache(forward, [4]), torch.ones(3, 4)
+    tried = []
+    learn = cache._miss.knowledge._learn
+    cache._miss.knowledge._learn = lambda reading: tried.append(0) or learn(reading)
+
+    def writes(x):
+        QUEUE.append(0)
+        return forward(x)
+
+    written = GraphCache(writes, [4])
+    count = written._miss.knowledge._learn
+    written._miss.knowledge._learn = lambda reading: tried.append(1) or count(reading)
+    with torch.no_grad():
+        for n in range(1, 101):
+            torch.testing.assert_close(written(x), x * n)
+            torch.testing.assert_close(cache(x), x * n)
+    assert len(QUEUE) == 100
+    assert written.stats().fallbacks == {"state-written": 100}
+    assert tried.count(1) <= 13  # 9, and at 16, 32 and 64

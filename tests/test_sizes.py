@@ -162,3 +162,14 @@ def test_a_table_of_the_batchs_length_is_left_alone():
     table = torch.randn(3, 2)
     serves(cache, looked_up, *((torch.randint(3, (n,)), table) for n in (3, 2, 7, 1)))
     assert cache.stats().eager == 0
+
+
+@pytest.mark.parametrize("sizes", [((7, 64), (2, 30), (7, 60)), ((2, 30), (7, 60), (7, 64))])
+def test_a_module_that_takes_no_small_sizes_is_probed_at_a_large_one(sizes):
+    conv = torch.nn.Conv1d(4, 4, 9)
+    dims = {"input": {0: "batch", 2: "time"}}
+    cache = GraphCache(conv, {"batch": [2, 8], "time": [4, 16, 64]}, dynamic_shapes=dims)
+    for batch, time in sizes:
+        x = torch.randn(batch, 4, time)
+        torch.testing.assert_close(cache(x), conv(x))
+    assert cache.stats().eager == 0

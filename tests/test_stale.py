@@ -4,7 +4,9 @@ import array
 import collections
 import contextvars
 import dataclasses
+import datetime
 import functools
+import operator
 import threading
 import types
 import weakref
@@ -826,3 +828,60 @@ def test_objects_that_refuse_to_be_asked_are_left_alone():
         return x * len(ODD)
 
     serves(GraphCache(scaled, [4]), lambda: None)
+
+
+class Patched(nn.Module):
+    """Its methods, and a class and an object that its class holds."""
+
+    class Numbers:
+        scale = 1.0
+
+    act = Scaler(nn.Identity())
+
+    def forward(self, x):
+        return self.scaled(x) * self.Numbers.scale * self.act.scale
+
+    def scaled(self, x):
+        return x
+
+    @staticmethod
+    def fixed(x):
+        return x
+
+
+@pytest.mark.parametrize("what", ["method", "class", "object"])
+def test_what_a_class_holds_is_watched(what, monkeypatch):
+    def change():
+        if what == "method":
+            monkeypatch.setattr(Patched, "scaled", lambda self, x: x * 5)
+        elif what == "class":
+            monkeypatch.setattr(Patched.Numbers, "scale", 3.0)
+        else:
+            monkeypatch.setattr(Patched.act, "scale", 7.0)
+
+    serves(GraphCache(Patched(), [4]), change)
+
+
+def test_wrappers_that_go_in_circles_are_left_alone():
+    def first(x):
+        return x * 2
+
+    def second(x):
+        return first(x)
+
+    first.__wrapped__, second.__wrapped__ = second, first
+    with torch.no_grad():
+        cache = GraphCache(lambda x: second(x), [4])
+        torch.testing.assert_close(cache(torch.ones(3, 4)), torch.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize(
+    "value", [datetime.timedelta(1), operator.itemgetter(0), datetime.datetime(2026, 1, 1)], ids=str
+)
+def test_objects_of_c_are_no_hindrance(value):
+    net = nn.Linear(4, 4)
+    net.held = value
+    cache = GraphCache(net, [4])
+    with torch.no_grad():
+        torch.testing.assert_close(cache(torch.ones(3, 4)), net(torch.ones(3, 4)))
+    assert cache.stats().captures == 1
