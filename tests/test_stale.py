@@ -450,7 +450,7 @@ def test_models_of_many_submodules_are_watched_too(device):
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(nn.Identity() for _ in range(1500))
+            self.layers = nn.ModuleList(nn.Identity() for _ in range(1100))
             self.config = types.SimpleNamespace(k=2.0)
 
         def forward(self, x):
