@@ -226,7 +226,7 @@ class _Merging:
         self._costs[kept] = self._weights[kept] * self._price(self._corners[kept, None])[0]
         self._alive[gone] = False
         self._renew(kept, gone)
-        return np.asarray(self._corners[kept])
+        return np.array(self._corners[kept])  # not a view: the box grows
 
     def _rise(self, i: int) -> Floats:
         joined = self._price(np.maximum(self._corners, self._corners[i]))
