@@ -77,9 +77,11 @@ def enumerated(demand, most):
     return min(demand.total(np.array(s, dtype=np.int64)) for s in sets)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(60), 1067, 1106, 5186, 5310])
 def test_search_is_within_half_a_percent_of_enumeration(seed):
-    """With eager, prices and forced corners; never below it."""
+    """With eager, prices and forced corners; never below it. The last need two additions at once,
+    of which neither pays alone.
+    """
     demand = random_demand(seed)
     most = 3 + int(demand.forced.sum())
     found = pieces.search(demand, most, [])

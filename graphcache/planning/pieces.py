@@ -175,11 +175,12 @@ class _Climb:
         return added if self.cheaper(added, alone) else alone
 
     def shaken(self, plan: _Plan, rng: np.random.Generator) -> Ints:
-        """The set with about half of its free corners replaced by random ones."""
+        """About half of the free corners, and random ones in all the room that is left."""
         free = plan.chosen[~self.demand.forced[plan.chosen]]
         kept = rng.permutation(free)[: len(free) // 2]
-        drawn = rng.permutation(len(self.demand.costs))[: len(free) - len(kept)]
-        return self.admitted(np.concatenate([kept, drawn]))
+        room = self.most - (len(plan.chosen) - len(free)) - len(kept)
+        others = np.setdiff1d(np.arange(len(self.demand.costs)), plan.chosen)
+        return self.admitted(np.concatenate([kept, rng.permutation(others)[: max(0, room)]]))
 
     def cheaper(self, plan: _Plan, other: _Plan) -> bool:
         return plan.total < other.total - SAME * abs(other.total)
