@@ -291,10 +291,11 @@ class _Board:
             chosen = np.union1d(kept, new) if new < len(self.forced) else kept
 
     def shaken(self, chosen: Ints, rng: np.random.Generator) -> Ints:
-        """With a quarter of its corners replaced at random, never the forced ones."""
+        """With a quarter of its corners, or two, replaced at random, never the forced ones."""
         free = np.setdiff1d(chosen, self.fixed)
         others = np.setdiff1d(np.arange(len(self.forced)), chosen)
-        count = min(-(-len(free) // 4), len(others))
+        quarter = max(-(-len(free) // 4), 2)  # the swaps would just undo one
+        count = min(quarter, len(free), len(others))
         kept = np.setdiff1d(chosen, rng.permutation(free)[:count])
         return np.union1d(kept, rng.permutation(others)[:count])
 
