@@ -187,8 +187,8 @@ def join_cost(one, other):
 
 
 def test_search_equals_enumeration_in_two_dims():
-    """201 random cases with eager, prices and forced corners: within 1 % of the best set. In the last
-    a swap undoes the loss of one corner.
+    """201 random cases with eager, prices and forced corners: within 1 % of the best set.
+    In the last, a swap undoes the loss of one corner.
     """
     for seed in [*range(200), 362]:
         demand = random_demand(seed)
