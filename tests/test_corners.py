@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphcache.planning import corners
+from graphcache.planning import corners, grids
 from graphcache.planning.demand import Demand
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -275,7 +275,7 @@ def test_grid_equals_enumeration_where_one_axis_is_split(most, top):
         points, weights = demand.points, demand.weights
         eager = demand.eager if top else np.full(len(points), 1e3)
         levels = [np.unique(points[:, axis]) for axis in range(2)]
-        found = corners.grid(points, weights, eager, area, levels, most, top)
+        found = grids.grid(points, weights, eager, area, levels, most, top)
         others = [
             [np.append(chosen, axis[-1]) for n in range(most) for chosen in choose(axis[:-1], n)]
             for axis in levels
@@ -296,7 +296,7 @@ def test_free_form_from_a_grid_costs_at_most_the_grid(points, most, top):
     """The search that starts at the grid's cells never ends above it; the grid keeps its limit."""
     weights, eager = np.full(len(points), 1 / len(points)), 3 * area(points) + 5
     levels = [np.unique(column) for column in points.T]
-    found = corners.grid(points, weights, eager, area, levels, most, top)
+    found = grids.grid(points, weights, eager, area, levels, most, top)
     boxes = cells(found)
     costs = area(boxes)
     nothing = np.zeros(len(boxes))
@@ -345,7 +345,7 @@ def test_sixteen_corners_pad_little(name, percent):
     """The area that 16 corners pad, and that a grid of 16 pads more."""
     demand, real = traffic(name)
     levels = [np.unique(column) for column in demand.points.T]
-    found = corners.grid(demand.points, demand.weights, demand.eager, area, levels, 16)
+    found = grids.grid(demand.points, demand.weights, demand.eager, area, levels, 16)
     total = demand.total(planned(demand, 16))
     assert total <= (1 + percent / 100) * real
     assert total <= grid_cost(demand.points, demand.weights, demand.eager, found)

@@ -71,7 +71,7 @@ def test_divide_and_conquer_finds_what_every_link_finds(seed, monkeypatch):
     """At sizes that enumeration cannot reach."""
     demand = many(150 + seed, seed)
     fast = [demand.total(chosen) for chosen in line.best_sets(demand, 12)]
-    monkeypatch.setattr(line, "_Monge", line._Dense)
+    monkeypatch.setattr(line, "_Monge", line._dense)
     dense = [demand.total(chosen) for chosen in line.best_sets(demand, 12)]
     assert fast == pytest.approx(dense, rel=1e-9)
 

@@ -143,6 +143,11 @@ class CostModel:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostModel:
+        """Read what `to_json` gave.
+
+        Raises:
+            ValueError: another version; KeyError or TypeError: other data.
+        """
         if data["version"] != _VERSION:
             raise ValueError(f"version {data['version']}")
         tables = {

@@ -55,10 +55,10 @@ def best_sets(demand: Demand, most: int) -> list[Ints]:
     cost[0] = 0.0
     sets, ways = [forced] * min(len(forced) + 1, most + 1), []
     while len(sets) <= most:
-        layer = _at_most(cost, links.extend(cost), prices)
+        layer = at_most(cost, links.extend(cost), prices)
         cost = layer.cost
         ways.append(layer.before)
-        chosen = keep[_path(ways, int(np.argmin(cost + links.tail)))]
+        chosen = keep[path(ways, int(np.argmin(cost + links.tail)))]
         sets.append(np.union1d(chosen, forced))
     return sets
 
@@ -72,7 +72,7 @@ def _beside(demand: Demand, forced: Ints) -> Demand:
     return replace(demand, eager=demand.only(forced).table().min(axis=1))
 
 
-def _at_most(shorter: Floats, longer: Layer, prices: Floats) -> Layer:
+def at_most(shorter: Floats, longer: Layer, prices: Floats | float = 0.0) -> Layer:
     """One link more only where that is cheaper, so that no entry is infinite."""
     cost = longer.cost + prices
     better = cost < shorter
@@ -80,7 +80,7 @@ def _at_most(shorter: Floats, longer: Layer, prices: Floats) -> Layer:
     return Layer(np.where(better, cost, shorter), np.where(better, longer.before, own))
 
 
-def _path(ways: list[Ints], end: int) -> Ints:
+def path(ways: list[Ints], end: int) -> Ints:
     """Follow the buckets back from the last; one that is its own predecessor is a link not
     used.
     """
@@ -108,7 +108,7 @@ def _links(demand: Demand, keep: Ints) -> Links:
     ends = np.append(0, np.searchsorted(sizes, demand.corners[keep, 0], side="right"))
     if np.all(np.diff(costs) >= 0) and np.all(np.diff(eager) >= 0):
         return _Monge(weights, eager, costs, ends)
-    return _Dense(weights, eager, costs, ends)
+    return _dense(weights, eager, costs, ends)
 
 
 def _tail(weights: Floats, eager: Floats, ends: Ints) -> Floats:
@@ -117,22 +117,32 @@ def _tail(weights: Floats, eager: Floats, ends: Ints) -> Floats:
     return np.asarray(below[-1] - below[ends])
 
 
-class _Dense:
-    """Every link, in a table."""
+class Table:
+    """Every link, in a table.
 
-    def __init__(self, weights: Floats, eager: Floats, costs: Floats, ends: Ints) -> None:
-        self.tail = _tail(weights, eager, ends)
-        served = weights[:, None] * np.minimum(costs[None, :], eager[:, None])
-        below = np.concatenate([np.zeros((1, len(costs))), np.cumsum(served, axis=0)])
-        above = below[ends[1:], np.arange(len(costs))] - below[ends]
-        earlier = np.arange(len(costs) + 1)[:, None] <= np.arange(len(costs))[None, :]
-        self._table = np.where(earlier, above, np.inf)
+    Args:
+        below: (m + 1, m) the cost of the sizes up to each position if served in each candidate.
+        tail: (m + 1,) what the sizes above each position cost, eagerly.
+    """
+
+    def __init__(self, below: Floats, tail: Floats) -> None:
+        self.tail = tail
+        links = np.diagonal(below[1:])[None, :] - below
+        earlier = np.arange(len(below))[:, None] <= np.arange(below.shape[1])[None, :]
+        self._links = np.where(earlier, links, np.inf)
 
     def extend(self, cost: Floats) -> Layer:
-        options = cost[:, None] + self._table
+        """O(m^2)."""
+        options = cost[:, None] + self._links
         before = np.argmin(options, axis=0)
         least = options[before, np.arange(len(before))]
         return Layer(np.append(cost[0], least), np.append(0, before))
+
+
+def _dense(weights: Floats, eager: Floats, costs: Floats, ends: Ints) -> Table:
+    served = weights[:, None] * np.minimum(costs[None, :], eager[:, None])
+    below = np.concatenate([np.zeros((1, len(costs))), np.cumsum(served, axis=0)])
+    return Table(below[ends], _tail(weights, eager, ends))
 
 
 class _Monge:
