@@ -6,6 +6,9 @@ replay.
 
 from graphcache.checking import Report, check
 from graphcache.errors import BucketError, CaptureError, GraphCacheError
+from graphcache.planning.cost import CostModel
+from graphcache.planning.plan import Plan
+from graphcache.planning.planner import plan_buckets
 from graphcache.planning.profile import TrafficProfile
 from graphcache.reasons import Reason
 from graphcache.runtime import GraphCache
@@ -15,12 +18,15 @@ from graphcache.version import __version__
 __all__ = [
     "BucketError",
     "CaptureError",
+    "CostModel",
     "GraphCache",
     "GraphCacheError",
+    "Plan",
     "Reason",
     "Report",
     "Stats",
     "TrafficProfile",
     "__version__",
     "check",
+    "plan_buckets",
 ]

@@ -1,23 +1,22 @@
-"""Bucket sets: which padded sizes exist, which one serves a call, and how a larger call is cut in
-pieces.
+"""Bucket sets: which padded sizes exist, and which way to serve a call is the cheapest.
 
-A bucket is a corner: it holds every call whose sizes are at most its own in each dim. Costs here
-are padded elements, the product over the dynamic dims; measured costs come with a plan. No torch,
-no numpy.
+A bucket is a corner: it holds every call whose sizes are at most its own in each dim. Costs are
+measured ones where a plan brings them, else padded elements, the product over the dynamic dims. No
+torch, no numpy.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from graphcache.cover import Cover
 from graphcache.errors import BucketError
 from graphcache.stats import Bucket
-
-MAX_PIECES = 16
 
 
 class Piece(NamedTuple):
@@ -28,17 +27,63 @@ class Piece(NamedTuple):
     bucket: Bucket
 
 
+class Way(NamedTuple):
+    """How sizes are served: by a bucket, by pieces along dim `axis`, or, if neither is set,
+    eagerly: no bucket holds them (`cost` is inf), or eager is cheaper.
+    """
+
+    cost: float = math.inf
+    bucket: Bucket | None = None
+    pieces: tuple[Piece, ...] = ()
+    axis: int = 0
+
+
+class Costs(Protocol):
+    """Measured costs, all in one unit."""
+
+    @property
+    def piece(self) -> float:
+        """Of each piece of a split after the first, beside its replay."""
+
+    def replay_of(self, sizes: Bucket) -> float:
+        """Of one replay of this bucket."""
+
+    def eager_of(self, sizes: Bucket) -> float:
+        """Of one eager call; inf if it is not known."""
+
+
+_MAX_COVERS = 1024  # combinations of the other dims
+
+
 class BucketSet:
     """The sorted corners over named dims; `corners` is empty when only exact sizes are served.
+
+    Args:
+        dims: the dims' names.
+        corners: the buckets.
+        costs: measured costs; None: padded elements count, and a call is cut only where no bucket
+            holds it.
 
     Example:
         >>> BucketSet(("batch",), [(8,), (16,)]).choose((9,))
         (16,)
     """
 
-    def __init__(self, dims: tuple[str, ...], corners: Iterable[Bucket] = ()) -> None:
+    def __init__(
+        self, dims: tuple[str, ...], corners: Iterable[Bucket] = (), costs: Costs | None = None
+    ) -> None:
         self.dims = dims
+        self.costs = costs
         self.corners = tuple(sorted(set(corners), key=lambda corner: (math.prod(corner), corner)))
+        prices = {corner: self.price(corner) for corner in self.corners}
+        self._cheapest_first = sorted(self.corners, key=lambda corner: prices[corner])
+        self._covers: dict[Any, tuple[list[Bucket], Cover]] = {}
+        # One dim is searched by bisection: for each size, the cheapest of it and the larger ones.
+        self._sizes = [corner[0] for corner in self.corners] if len(dims) == 1 else []
+        self._from = [
+            min(self.corners[i:], key=lambda corner: prices[corner])
+            for i, _ in enumerate(self._sizes)
+        ]
 
     def __len__(self) -> int:
         return len(self.corners)
@@ -46,6 +91,10 @@ class BucketSet:
     @property
     def exact(self) -> bool:
         return not self.corners
+
+    def price(self, bucket: Bucket) -> float:
+        """The cost of one replay: measured, or the padded elements."""
+        return math.prod(bucket) if self.costs is None else self.costs.replay_of(bucket)
 
     def __repr__(self) -> str:
         shown = [corner[0] if len(corner) == 1 else corner for corner in self.corners]
@@ -82,92 +131,85 @@ class BucketSet:
         ]
         return tuple(max(sizes) + 1 for sizes in below)
 
-    def choose(self, sizes: Bucket, unpadded: frozenset[int] = frozenset()) -> Bucket | None:
-        """The bucket with the fewest padded elements that holds `sizes`, or None.
+    def way(
+        self, sizes: Bucket, axes: Sequence[int] = (), unpadded: frozenset[int] = frozenset()
+    ) -> Way:
+        """The cheapest way to serve `sizes`.
 
-        Dims in `unpadded` take the call's own size, whether the list has it or not.
+        Args:
+            sizes: of the dims, each at least 1.
+            axes: the dims along which a call may be cut.
+            unpadded: the dims that take the call's own size, whether the list has it or not.
+        """
+        best = Way()
+        bucket = self.choose(sizes, unpadded)
+        if bucket is not None:
+            best = Way(self.price(bucket), bucket)
+        if bucket is None or self.costs is not None:
+            for axis in axes:
+                best = min(best, self._cut(sizes, axis, unpadded), key=lambda way: way.cost)
+        eager = math.inf if self.costs is None else self.costs.eager_of(sizes)
+        return Way(eager) if eager < best.cost < math.inf else best
+
+    def choose(self, sizes: Bucket, unpadded: frozenset[int] = frozenset()) -> Bucket | None:
+        """The cheapest bucket that holds `sizes`, or None. Dims in `unpadded` take the call's own
+        size.
         """
         if self.exact or len(unpadded) == len(sizes):
             return sizes
-        best: Bucket | None = None
-        for corner in self.corners:
-            fitted = tuple(size if i in unpadded else corner[i] for i, size in enumerate(sizes))
-            holds = all(size <= limit for size, limit in zip(sizes, fitted, strict=True))
-            if holds and (best is None or math.prod(fitted) < math.prod(best)):
-                best = fitted
-        return best
+        if unpadded:
+            return self._choose_fitted(sizes, unpadded)
+        if self._sizes:
+            at = bisect.bisect_left(self._sizes, sizes[0])
+            return self._from[at] if at < len(self._from) else None
+        return next((c for c in self._cheapest_first if all(map(operator.le, sizes, c))), None)
+
+    def _choose_fitted(self, sizes: Bucket, unpadded: frozenset[int]) -> Bucket | None:
+        fitted = {
+            tuple(size if i in unpadded else corner[i] for i, size in enumerate(sizes)): None
+            for corner in self.corners
+        }
+        holding = [corner for corner in fitted if all(map(operator.le, sizes, corner))]
+        return min(holding, key=self.price, default=None)
 
     def cover(
         self, sizes: Bucket, axis: int, unpadded: frozenset[int] = frozenset()
     ) -> list[Piece] | None:
-        """Cut `sizes` along dim `axis` into at most 16 pieces with the fewest padded elements, or
-        None.
+        """Cut `sizes` along dim `axis` into at most 16 pieces at the least cost, or None.
 
-        The last piece carries the padding. Dynamic programme over the rows left, cheapest first and
-        fewest pieces on a tie; if that takes more than 16 pieces, fewest pieces first.
+        The last piece carries the padding.
         """
-        steps = self._steps(sizes, axis, unpadded)
-        if not steps:
-            return None
-        total = sizes[axis]
-        chosen = _cheapest(total, steps, axis)
-        if len(chosen) > MAX_PIECES:
-            chosen = _cheapest_of_few(total, steps, axis)
-        return _pieces(total, chosen, axis) if chosen else None
+        return list(self._cut(sizes, axis, unpadded).pieces) or None
 
-    def _steps(self, sizes: Bucket, axis: int, unpadded: frozenset[int]) -> list[Bucket]:
-        """For each row count along `axis`, the cheapest bucket of that many rows that holds the
-        other dims.
-        """
-        rows = {corner[axis] for corner in self.corners}
-        steps = (
-            self.choose((*sizes[:axis], n, *sizes[axis + 1 :]), unpadded) for n in sorted(rows)
-        )
-        return [step for step in steps if step is not None]
+    def _cut(self, sizes: Bucket, axis: int, unpadded: frozenset[int]) -> Way:
+        others = (*sizes[:axis], *sizes[axis + 1 :])
+        key = (others, axis, unpadded)
+        if key not in self._covers:
+            if len(self._covers) >= _MAX_COVERS:
+                self._covers.clear()
+            self._covers[key] = self._cover_of(sizes, axis, unpadded)
+        steps, cover = self._covers[key]
+        chosen = cover.chosen(sizes[axis]) if steps else []
+        if not chosen:
+            return Way()
+        pieces = tuple(_pieces(sizes[axis], [steps[i] for i in chosen], axis))
+        return Way(cover.cost(chosen), None, pieces, axis)
 
-
-def _cheapest(total: int, steps: Sequence[Bucket], axis: int) -> list[Bucket]:
-    """The buckets that together hold `total` rows along `axis`: least cost, then fewest."""
-    best: list[tuple[int, int, int]] = [(0, 0, -1)]  # cost, count, last step
-    for left in range(1, total + 1):
-        options = []
-        for i, step in enumerate(steps):
-            cost, count, _ = best[max(0, left - step[axis])]
-            options.append((cost + math.prod(step), count + 1, i))
-        best.append(min(options))
-    chosen, left = [], total
-    while left > 0:
-        chosen.append(steps[best[left][2]])
-        left -= chosen[-1][axis]
-    return chosen
-
-
-def _cheapest_of_few(total: int, steps: Sequence[Bucket], axis: int) -> list[Bucket]:
-    """The same with at most 16 buckets, a table for each count; empty if 16 do not hold them."""
-    costs = [math.prod(step) for step in steps]
-    tables: list[list[tuple[float, int]]] = [[(0, -1)] + [(math.inf, -1)] * total]
-    for _ in range(MAX_PIECES):
-        table: list[tuple[float, int]] = [(0, -1)]
-        for left in range(1, total + 1):
-            rest = (tables[-1][max(0, left - step[axis])][0] for step in steps)
-            options = (c + r for c, r in zip(costs, rest, strict=True))
-            table.append(min((cost, i) for i, cost in enumerate(options)))
-        tables.append(table)
-    least = tables[-1][total][0]
-    if least == math.inf:
-        return []
-    fewest = next(k for k, table in enumerate(tables) if table[total][0] == least)
-    chosen, left = [], total
-    for table in reversed(tables[1 : fewest + 1]):
-        if left > 0:
-            chosen.append(steps[table[left][1]])
-            left -= chosen[-1][axis]
-    return chosen
+    def _cover_of(
+        self, sizes: Bucket, axis: int, unpadded: frozenset[int]
+    ) -> tuple[list[Bucket], Cover]:
+        """For each row count along `axis` the cheapest bucket that holds the other dims."""
+        counts = sorted({corner[axis] for corner in self.corners})
+        options = (self.choose((*sizes[:axis], n, *sizes[axis + 1 :]), unpadded) for n in counts)
+        steps = sorted({step for step in options if step is not None}, key=lambda s: s[axis])
+        costs = [self.price(step) for step in steps]
+        overhead = 0.0 if self.costs is None else self.costs.piece
+        return steps, Cover([step[axis] for step in steps], costs, overhead)
 
 
 def _pieces(total: int, chosen: Iterable[Bucket], axis: int) -> list[Piece]:
     pieces, start = [], 0
-    for bucket in sorted(chosen, key=lambda corner: -corner[axis]):
+    for bucket in chosen:
         stop = min(total, start + bucket[axis])
         pieces.append(Piece(start, stop, bucket))
         start = stop

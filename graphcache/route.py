@@ -4,10 +4,12 @@ is run here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graphcache.buckets import MAX_PIECES, BucketSet, Piece
+from graphcache.buckets import BucketSet, Piece
+from graphcache.cover import MAX_PIECES
 from graphcache.errors import Fallback
 from graphcache.facts import Facts
 from graphcache.padding import volume
@@ -38,46 +40,50 @@ def choose_route(
     """The cheapest way to serve `sizes`, given what may be padded and split.
 
     Raises:
-        Fallback: `over-max`, `padding-ratio`, or why calls of this form are not cut any more.
+        Fallback: `over-max`, `cheaper-eager`, `padding-ratio`, or why calls of this form are not
+            cut any more.
     """
     unpadded = facts.unpadded(sizes)
-    bucket = buckets.choose(sizes, unpadded)
-    if bucket is None:
-        return _split(buckets, sizes, facts, settings, unpadded)
+    way = buckets.way(sizes, _axes(buckets, facts, settings), unpadded)
+    if way.pieces:
+        return Route(None, way.pieces, way.axis)
+    if way.bucket is None:
+        raise _refusal(buckets, sizes, facts, settings, way.cost)
     limit = settings.max_padding_ratio
-    if limit is not None and volume(bucket) > limit * volume(sizes):
+    if limit is not None and volume(way.bucket) > limit * volume(sizes):
         raise Fallback(
             Reason.PADDING_RATIO,
-            f"{volume(bucket)} elements for {volume(sizes)}, the limit is {limit}x",
+            f"{volume(way.bucket)} elements for {volume(sizes)}, the limit is {limit}x",
         )
-    listed = buckets.exact or bucket in buckets.corners
-    return Route(bucket, why_exact=None if listed else facts.why_unpadded(min(unpadded)))
+    listed = buckets.exact or way.bucket in buckets.corners
+    return Route(way.bucket, why_exact=None if listed else facts.why_unpadded(min(unpadded)))
 
 
-def _split(
-    buckets: BucketSet,
-    sizes: tuple[int, ...],
-    facts: Facts,
-    settings: Settings,
-    unpadded: frozenset[int],
-) -> Route:
+def _axes(buckets: BucketSet, facts: Facts, settings: Settings) -> list[int]:
+    """The dims along which calls of this form may be cut."""
     if facts.uncut is not None:
-        raise facts.uncut.again()
-    for dim, name in enumerate(buckets.dims):
-        allowed = (name,) if settings.verify == "off" else ("auto", name)
-        if settings.split not in allowed or not facts.splittable(dim):
-            continue
-        pieces = buckets.cover(sizes, dim, unpadded)
-        if pieces is not None:
-            return Route(None, pieces, dim)
-    largest = ", ".join(
-        f"{d}={max(c[i] for c in buckets.corners)}" for i, d in enumerate(buckets.dims)
-    )
+        return []
+    every = settings.split == "auto" and settings.verify != "off"
+    return [
+        dim
+        for dim, name in enumerate(buckets.dims)
+        if (every or name == settings.split) and facts.splittable(dim)
+    ]
+
+
+def _refusal(
+    buckets: BucketSet, sizes: tuple[int, ...], facts: Facts, settings: Settings, eager: float
+) -> Fallback:
     asked = ", ".join(f"{d}={n}" for d, n in zip(buckets.dims, sizes, strict=True))
-    what = (
-        f"no bucket holds {asked}; the largest sizes are {largest}; {_why_whole(settings, facts)}"
+    if eager < math.inf:
+        return Fallback(Reason.CHEAPER_EAGER, f"{asked} takes {eager:,.0f} us eagerly")
+    if facts.uncut is not None:
+        return facts.uncut.again()
+    largest = ", ".join(f"{d}={n}" for d, n in zip(buckets.dims, buckets.largest(), strict=True))
+    return Fallback(
+        Reason.OVER_MAX,
+        f"no bucket holds {asked}; the largest sizes are {largest}; {_why_whole(settings, facts)}",
     )
-    raise Fallback(Reason.OVER_MAX, what)
 
 
 def _why_whole(settings: Settings, facts: Facts) -> str:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from graphcache.buckets import MAX_PIECES, BucketSet, parse_buckets
+from graphcache.buckets import BucketSet, parse_buckets
+from graphcache.cover import MAX_PIECES
 from graphcache.errors import BucketError, GraphCacheError
 
 small_size = st.integers(1, 12)

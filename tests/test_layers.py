@@ -14,7 +14,8 @@ ORDER = [
     "callplan", "cache", "graphs", "preflight", "stilled", "otherweights", "generators",
     "watch", "compiled", "attributes", "holdings", "outside", "hooks", "call", "garbage", "dims",
     "shadow", "settings", "report", "tracing", "padding", "hazards", "bounds", "hostreads",
-    "storages", "compare", "modes", "signature", "delegate", "planning", "buckets", "stats",
+    "storages", "compare", "modes", "signature", "delegate", "planning", "buckets", "cover",
+    "stats",
     "errors", "frames", "trials", "reasons", "version",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -87,7 +88,7 @@ def test_no_module_of_a_layer_of_one_file_imports_itself():
             assert name not in ours(path)
 
 
-@pytest.mark.parametrize("name", ["buckets", "stats", "reasons", "errors"])
+@pytest.mark.parametrize("name", ["buckets", "cover", "stats", "reasons", "errors"])
 def test_the_lowest_modules_need_neither_torch_nor_numpy(name):
     """By themselves and through each other."""
     assert needs(PACKAGE / f"{name}.py").isdisjoint({"torch", "numpy"})

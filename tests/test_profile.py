@@ -101,7 +101,7 @@ def test_a_faulty_csv_is_refused_with_file_and_line(tmp_path, text, error):
         ("not json", "is no traffic profile"),
         ("[1, 2]", "is no traffic profile"),
         ("{}", "is no traffic profile"),
-        (json.dumps({"version": 99, "dims": ["batch"], "counts": []}), "has version 99"),
+        (json.dumps({"version": 99, "dims": ["batch"], "counts": []}), "version 99"),
         (
             json.dumps({"version": 1, "dims": ["batch"], "counts": [[5]]}),
             "is no traffic profile|sizes",

@@ -2,7 +2,8 @@
 
 Costs between the sizes of a table are interpolated linearly in each dim, which never overshoots its
 neighbours; below it the smallest is taken (launches do not get cheaper), above it the last slope
-goes on, if it rises.
+goes on, if it rises. A table that lacks combinations of its sizes is interpolated by elements, the
+product of the sizes, and does not fall with them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from graphcache.planning.demand import Floats, Ints
 _VERSION = 1
 _KINDS = ("replay", "eager", "capture", "nbytes")
 _UNITS = {"": 1.0, "_us": 1.0, "_ms": 1e3, "_s": 1e6}
+_MOST_ASKED = 4096
+_PIECE = 20.0  # us: a slice, a copy, the joining of results
 
 Sizes = tuple[int, ...]
 
@@ -30,14 +34,14 @@ class CostModel:
     """Costs of buckets over named dims: microseconds, and bytes for `nbytes`.
 
     Args:
-        tables: by kind ("replay", "eager", "capture", "nbytes"), sizes to value. Each table holds
-            every combination of the sizes that it names in each dim. "replay" is needed; what else
-            is absent is unknown, and plans leave it out.
+        tables: by kind ("replay", "eager", "capture", "nbytes"), sizes to value. "replay" is
+            needed; what else is absent is unknown, and plans leave it out.
         dims: the dims' names, in the order of the sizes.
+        piece: what each piece of a split after the first costs beside its replay.
 
     Raises:
-        GraphCacheError: an unknown kind, no replay table, sizes of another number of dims, a value
-            that is no finite number of at least 0, or a combination that is missing.
+        GraphCacheError: an unknown kind, no replay table, an empty one, sizes of another number of
+            dims, or a value that is no finite number of at least 0.
 
     Example:
         >>> cost = CostModel({"replay": {(1,): 300.0, (9,): 380.0}})
@@ -48,9 +52,13 @@ class CostModel:
     """
 
     def __init__(
-        self, tables: Mapping[str, Mapping[Sizes, float]], dims: Sequence[str] = ("batch",)
+        self,
+        tables: Mapping[str, Mapping[Sizes, float]],
+        dims: Sequence[str] = ("batch",),
+        piece: float = _PIECE,
     ) -> None:
         self.dims = tuple(dims)
+        self.piece = float(piece)
         strange = set(tables) - set(_KINDS)
         if strange or "replay" not in tables:
             raise GraphCacheError(
@@ -58,7 +66,7 @@ class CostModel:
                 f"{', '.join(_KINDS[1:])}."
             )
         self.tables = {kind: dict(table) for kind, table in tables.items()}
-        self._grids = {kind: _Grid(kind, table, self.dims) for kind, table in tables.items()}
+        self._grids = {kind: _surface(kind, table, self.dims) for kind, table in tables.items()}
 
     def knows(self, kind: str) -> bool:
         """Whether there is a table of this kind."""
@@ -82,9 +90,68 @@ class CostModel:
         """(n,): microseconds of one eager call."""
         return self.of("eager", sizes)
 
+    def replay_of(self, sizes: Sizes) -> float:
+        """Microseconds of one replay of one bucket."""
+        return float(self.replay([sizes])[0])
+
+    def eager_of(self, sizes: Sizes) -> float:
+        """Microseconds of one eager call of these sizes; inf if that is not known."""
+        return float(self.eager([sizes])[0]) if self.knows("eager") else math.inf
+
+    __call__ = replay_of
+
     def __repr__(self) -> str:
         known = ", ".join(f"{kind}: {len(table)} sizes" for kind, table in self.tables.items())
         return f"CostModel({', '.join(self.dims)}; {known})"
+
+    @classmethod
+    def from_table(
+        cls,
+        replay: Mapping[Any, float],
+        dims: Sequence[str] = ("batch",),
+        piece: float = _PIECE,
+        **others: Mapping[Any, float],
+    ) -> CostModel:
+        """Of tables by sizes, or by one int where there is one dim.
+
+        Args:
+            replay: microseconds of a replay.
+            dims: the dims' names, in the order of the sizes.
+            piece: as in the constructor.
+            others: `eager` and `capture` in microseconds, `nbytes` in bytes.
+
+        Raises:
+            GraphCacheError: as the constructor.
+
+        Example:
+            >>> CostModel.from_table({8: 350.0, 16: 380.0}).replay_of((12,))
+            365.0
+        """
+        tables = {
+            kind: {(key,) if isinstance(key, int) else tuple(key): v for key, v in table.items()}
+            for kind, table in {"replay": replay, **others}.items()
+        }
+        return cls(tables, dims, piece)
+
+    @classmethod
+    def from_callable(
+        cls, replay: Callable[[Any], float], sizes: Sequence[Sizes], dims: Sequence[str]
+    ) -> CostModel:
+        """Of a function, which is asked at every combination of the sizes in each dim, at most
+        4,096.
+
+        Args:
+            replay: the microseconds of a bucket, an int in one dim and a tuple in several.
+            sizes: those that matter; where there are too many, each dim is thinned out evenly.
+            dims: the dims' names, in the order of the sizes.
+        """
+        most = int(_MOST_ASKED ** (1 / len(dims)))
+        axes = [_thinned(sorted(set(axis)), most) for axis in zip(*sizes, strict=True)]
+        table = {
+            combined: float(replay(combined[0] if len(dims) == 1 else combined))
+            for combined in itertools.product(*axes)
+        }
+        return cls({"replay": table}, dims)
 
     @classmethod
     def from_csv(cls, path: str | Path, dims: Sequence[str] = ("batch",)) -> CostModel:
@@ -139,7 +206,7 @@ class CostModel:
             kind: [[*sizes, value] for sizes, value in sorted(table.items())]
             for kind, table in self.tables.items()
         }
-        return {"version": _VERSION, "dims": self.dims, "tables": tables}
+        return {"version": _VERSION, "dims": self.dims, "piece": self.piece, "tables": tables}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostModel:
@@ -154,7 +221,7 @@ class CostModel:
             kind: {tuple(sizes): value for *sizes, value in rows}
             for kind, rows in data["tables"].items()
         }
-        return cls(tables, data["dims"])
+        return cls(tables, data["dims"], data["piece"])
 
 
 def _column(name: str) -> tuple[str, float] | None:
@@ -165,27 +232,51 @@ def _column(name: str) -> tuple[str, float] | None:
     return None
 
 
-class _Grid:
-    """Multilinear interpolation of one table."""
+def _thinned(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, evenly, with the first and the last."""
+    at = np.unique(np.linspace(0, len(values) - 1, most).round().astype(int))
+    return [values[i] for i in at]
 
-    def __init__(self, kind: str, table: Mapping[Sizes, float], dims: Sequence[str]) -> None:
-        for sizes, value in table.items():
-            if len(sizes) != len(dims) or not (np.isfinite(value) and value >= 0):
-                raise GraphCacheError(
-                    f"the {kind} cost of {sizes} is {value!r}; give a number of at least 0 for "
-                    f"one size of each dim: {', '.join(dims)}."
-                )
-        self._levels = [np.array(sorted(set(axis))) for axis in zip(*table, strict=True)]
-        if not self._levels:
-            raise GraphCacheError(f"the {kind} table is empty; give at least one size.")
-        whole = list(itertools.product(*(axis.tolist() for axis in self._levels)))
-        missing = [sizes for sizes in whole if sizes not in table]
-        if missing:
+
+def _surface(kind: str, table: Mapping[Sizes, float], dims: Sequence[str]) -> _Grid | _Scattered:
+    """What interpolates a table, once it is checked."""
+    for sizes, value in table.items():
+        if len(sizes) != len(dims) or not (np.isfinite(value) and value >= 0):
             raise GraphCacheError(
-                f"the {kind} table lacks {missing[0]} and {len(missing) - 1} others; give every "
-                "combination of the sizes of each dim."
+                f"the {kind} cost of {sizes} is {value!r}; give a number of at least 0 for "
+                f"one size of each dim: {', '.join(dims)}."
             )
-        shape = [len(axis) for axis in self._levels]
+    if not table:
+        raise GraphCacheError(f"the {kind} table is empty; give at least one size.")
+    levels = [np.array(sorted(set(axis))) for axis in zip(*table, strict=True)]
+    whole = math.prod(map(len, levels)) == len(table)
+    return _Grid(levels, table) if whole else _Scattered(table)
+
+
+class _Scattered:
+    """Interpolation of a few sizes by their elements."""
+
+    def __init__(self, table: Mapping[Sizes, float]) -> None:
+        by_elements: dict[int, float] = {}
+        for sizes, value in table.items():
+            elements = math.prod(sizes)
+            by_elements[elements] = max(value, by_elements.get(elements, 0.0))
+        self._elements = np.array(sorted(by_elements))
+        values = np.array([by_elements[n] for n in self._elements.tolist()], dtype=np.float64)
+        self._values = np.maximum.accumulate(values)
+
+    def __call__(self, sizes: Ints) -> Floats:
+        values = np.broadcast_to(self._values, (len(sizes), len(self._values)))
+        return _between(values, self._elements, np.prod(sizes, axis=1))
+
+
+class _Grid:
+    """Multilinear interpolation of a table of every combination."""
+
+    def __init__(self, levels: list[Ints], table: Mapping[Sizes, float]) -> None:
+        self._levels = levels
+        whole = itertools.product(*(axis.tolist() for axis in levels))
+        shape = [len(axis) for axis in levels]
         self._values = np.array([float(table[sizes]) for sizes in whole]).reshape(shape)
 
     def __call__(self, sizes: Ints) -> Floats:

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import csv
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from graphcache.errors import GraphCacheError
 
 _VERSION = 1
+_MOST_DOUBLINGS = 64
+_NOTHING = 1e-6  # of a call
 
 
 class TrafficProfile:
@@ -21,6 +23,11 @@ class TrafficProfile:
 
     Args:
         dims: the dims' names, in the order of the sizes.
+        half_life: calls after which an earlier call counts half, so that counts are floats; None:
+            every call counts one for good.
+
+    Raises:
+        GraphCacheError: a half-life that is not positive.
 
     Example:
         >>> profile = TrafficProfile(("batch", "seq"))
@@ -29,11 +36,18 @@ class TrafficProfile:
         {(5, 41): 3}
     """
 
-    def __init__(self, dims: Sequence[str] = ("batch",)) -> None:
+    def __init__(self, dims: Sequence[str] = ("batch",), half_life: float | None = None) -> None:
+        if half_life is not None and not half_life > 0:
+            raise GraphCacheError(
+                f"`half_life` is {half_life!r}; pass a positive number of calls, or None."
+            )
         self.dims = tuple(dims)
-        self._counts: Counter[tuple[int, ...]] = Counter()
+        self.half_life = half_life
+        # Instead of shrinking all counts at each call, what a call counts grows.
+        self._unit: float = 1
+        self._counts: dict[tuple[int, ...], float] = {}
 
-    def record(self, sizes: tuple[int, ...] | int, count: int = 1) -> None:
+    def record(self, sizes: tuple[int, ...] | int, count: float = 1) -> None:
         """Count calls of these sizes; an int is short for a tuple of one.
 
         Raises:
@@ -44,26 +58,40 @@ class TrafficProfile:
             raise GraphCacheError(
                 f"sizes {sizes!r} for the dims {', '.join(self.dims)}; pass one size for each."
             )
-        self._counts[key] += count
+        if self.half_life is not None:
+            self._age(count)
+        self._counts[key] = self._counts.get(key, 0) + count * self._unit
+
+    def _age(self, calls: float) -> None:
+        """Let what is counted shrink by so many calls; counts of 0 go."""
+        self._unit *= 2 ** min(calls / (self.half_life or math.inf), _MOST_DOUBLINGS)
+        if self._unit > 2**_MOST_DOUBLINGS:
+            kept = {key: n / self._unit for key, n in self._counts.items()}
+            self._counts = {key: n for key, n in kept.items() if n > _NOTHING}
+            self._unit = 1.0
 
     @property
-    def counts(self) -> dict[tuple[int, ...], int]:
+    def counts(self) -> dict[tuple[int, ...], float]:
         """A copy: sizes to count."""
-        return dict(self._counts)
+        if self.half_life is None:
+            return dict(self._counts)
+        return {key: count / self._unit for key, count in self._counts.items()}
 
     def __repr__(self) -> str:
-        return f"TrafficProfile({', '.join(self.dims)}: {len(self)} sizes, {self.total:,} calls)"
+        calls = f"{self.total:,.0f} calls"
+        return f"TrafficProfile({', '.join(self.dims)}: {len(self)} sizes, {calls})"
 
     def __len__(self) -> int:
         return len(self._counts)
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         """Calls counted."""
-        return self._counts.total()
+        counted = sum(self._counts.values())
+        return counted / self._unit if self.half_life is not None else counted
 
     def merge(self, other: TrafficProfile) -> None:
-        """Add another profile's counts.
+        """Add another profile's counts, as they are now.
 
         Raises:
             GraphCacheError: other dims.
@@ -73,7 +101,8 @@ class TrafficProfile:
                 f"cannot merge dims {other.dims} into {self.dims}; "
                 "record both under the same names."
             )
-        self._counts.update(other._counts)
+        for key, count in other.counts.items():
+            self._counts[key] = self._counts.get(key, 0) + count * self._unit
 
     @classmethod
     def from_csv(cls, path: str | Path, dims: Sequence[str] = ("batch",)) -> TrafficProfile:
@@ -90,20 +119,43 @@ class TrafficProfile:
 
     def to_csv(self, path: str | Path) -> None:
         """Write one row a call, sizes in sorted order, with an empty `timestamp_s` as in recorded
-        traces.
+        traces; decayed counts are rounded.
         """
         with open(path, "w", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(["timestamp_s", *self.dims])
-            for sizes in sorted(self._counts):
-                rows.writerows([["", *sizes]] * self._counts[sizes])
+            for sizes, count in sorted(self.counts.items()):
+                rows.writerows([["", *sizes]] * round(count))
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, with a version."""
-        counts = [[*sizes, count] for sizes, count in sorted(self._counts.items())]
-        Path(path).write_text(
-            json.dumps({"version": _VERSION, "dims": self.dims, "counts": counts})
-        )
+        Path(path).write_text(json.dumps(self.to_json()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that `from_json` reads."""
+        counts = [[*sizes, count] for sizes, count in sorted(self.counts.items())]
+        return {
+            "version": _VERSION,
+            "dims": self.dims,
+            "half_life": self.half_life,
+            "counts": counts,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TrafficProfile:
+        """Read what `to_json` gave.
+
+        Raises:
+            ValueError, KeyError, TypeError, GraphCacheError: other data, or another version.
+        """
+        if data["version"] != _VERSION:
+            raise GraphCacheError(f"version {data['version']}, this package reads {_VERSION}")
+        profile = cls(data["dims"], data.get("half_life"))
+        for *sizes, count in data["counts"]:
+            if len(sizes) != len(profile.dims):
+                raise ValueError(f"sizes {sizes} for the dims {profile.dims}")
+            profile._counts[tuple(sizes)] = count
+        return profile
 
     @classmethod
     def load(cls, path: str | Path) -> TrafficProfile:
@@ -113,20 +165,49 @@ class TrafficProfile:
             GraphCacheError: not such a file, or of another version.
         """
         try:
-            data: dict[str, Any] = json.loads(Path(path).read_text())
-            version = data["version"]
-            if version == _VERSION:
-                profile = cls(data["dims"])
-                for *sizes, count in data["counts"]:
-                    profile.record(tuple(sizes), count)
-                return profile
-        except (ValueError, KeyError, TypeError, GraphCacheError) as error:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (ValueError, KeyError, TypeError, AttributeError, GraphCacheError) as error:
             raise GraphCacheError(
-                f"{path} is no traffic profile ({error!r}); write one with save()."
+                f"{path} is no traffic profile of version {_VERSION} ({error}); record it "
+                "anew, and write it with save()."
             ) from error
+
+
+def profile_of(
+    profile: TrafficProfile | Mapping[Any, float], dims: Sequence[str] | None = None
+) -> TrafficProfile:
+    """A profile, or one of a mapping from sizes, tuples or ints, to counts.
+
+    Args:
+        profile: either.
+        dims: names for a mapping; None: "batch" for one dim, else "dim0", "dim1", ..
+
+    Raises:
+        GraphCacheError: an empty mapping, or sizes and counts that are none.
+    """
+    if isinstance(profile, TrafficProfile):
+        return profile
+    if not isinstance(profile, Mapping) or not profile:
         raise GraphCacheError(
-            f"{path} has version {version}, this package reads {_VERSION}; record it anew."
+            f"`profile` is {profile!r}; pass a TrafficProfile, or a mapping from sizes to counts."
         )
+    sizes = [corner_of(key) for key in profile]
+    names = dims or (
+        ("batch",) if len(sizes[0]) == 1 else [f"dim{i}" for i in range(len(sizes[0]))]
+    )
+    made = TrafficProfile(names)
+    for key, count in zip(sizes, profile.values(), strict=True):
+        if not all(isinstance(n, int) and n >= 1 for n in key) or not count >= 0:
+            raise GraphCacheError(
+                f"`profile` has {count!r} calls of sizes {key}; pass positive sizes and counts."
+            )
+        made.record(key, count)
+    return made
+
+
+def corner_of(key: Any) -> tuple[int, ...]:
+    """Sizes as a tuple; an int is short for one of them."""
+    return (int(key),) if hasattr(key, "__index__") else tuple(key)
 
 
 def read_sizes(path: str | Path, dims: Sequence[str]) -> Iterable[tuple[int, ...]]:
