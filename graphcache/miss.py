@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphcache.buckets import parse_buckets
+from graphcache.buckets import BucketSet, parse_buckets
 from graphcache.cache import Entry
 from graphcache.call import Binder, Call, Reading, forward_of
 from graphcache.callplan import CallPlan
@@ -28,6 +28,8 @@ from graphcache.graphs import Backend, backend_for, device_of
 from graphcache.knowledge import Knowledge
 from graphcache.modes import Modes
 from graphcache.padding import head, volume
+from graphcache.planning.cost import CostModel
+from graphcache.planning.plan import bucket_set
 from graphcache.preflight import plain_modes
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
@@ -37,6 +39,7 @@ from graphcache.signature import Signature
 from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger
 from graphcache.store import GraphStore
+from graphcache.timing import Stopwatch
 from graphcache.tracing import refuse_capturing, refuse_tracing
 from graphcache.watch import Watch, refuse_hooks, refuse_state
 
@@ -67,9 +70,10 @@ class MissPath:
             raise GraphCacheError(
                 f"`fill` names {strange}; forward's parameters are {list(parameters)}."
             )
-        self.buckets = parse_buckets(settings.buckets, self.dims.names)
+        self.auto = isinstance(settings.buckets, str) and settings.buckets == "auto"
+        self.buckets = bucket_set(settings.buckets, self.dims.names)
         self.watch = Watch(module)
-        self.knowledge = Knowledge(self.dims, self.buckets.exact, settings, self.watch)
+        self.knowledge = Knowledge(self.dims, self.exact, settings, self.watch)
         self.store = GraphStore(self._max_graphs(settings), settings, ledger)
         self._module = module
         self._settings = settings
@@ -127,6 +131,8 @@ class MissPath:
         probe.
         """
         reading, facts = self.known(call)
+        if self.auto and self.buckets.exact:
+            raise Fallback(Reason.NOT_ADMITTED, "buckets='auto' has seen too few calls to plan any")
         bucket = self.buckets.choose(reading.sizes)
         if bucket != reading.sizes and facts.dims is None:
             self.store.refuse_sealed()
@@ -187,6 +193,7 @@ class MissPath:
 
     def warmup_sizes(self, sizes: Iterable[Any] | None) -> list[tuple[int, ...]]:
         """Buckets to capture, largest first: smaller graphs reuse the pool memory of larger ones.
+        Where the buckets are yet to be found, these are the first.
 
         Raises:
             BucketError: `sizes` that are no buckets.
@@ -196,6 +203,8 @@ class MissPath:
         if strange and not self.buckets.exact:
             known = list(self.buckets.corners)
             raise BucketError(f"warmup sizes {strange} are no buckets; pass some of {known}.")
+        if self.auto and self.buckets.exact:
+            self.buckets = wanted
         return list(reversed(wanted.corners))
 
     def warm(self, call: Call, bucket: tuple[int, ...]) -> None:
@@ -252,13 +261,57 @@ class MissPath:
     def _max_graphs(self, settings: Settings) -> int:
         return settings.max_graphs or max(_MIN_GRAPHS, len(self.buckets))
 
+    @property
+    def exact(self) -> bool:
+        """Whether calls are served at their own sizes, for want of buckets now and later."""
+        return self.buckets.exact and not self.auto
+
     def rebucket(self, buckets: Any) -> None:
-        self.buckets = parse_buckets(buckets, self.dims.names)
+        self.auto = isinstance(buckets, str) and buckets == "auto"
+        self.adopt(bucket_set(buckets, self.dims.names))
+
+    def adopt(self, buckets: BucketSet) -> None:
+        """Serve by these buckets from now on; graphs of others go."""
+        self.buckets = buckets
         self.store.graphs.maxsize = self._max_graphs(self._settings)
-        self.knowledge.rebucket(self.buckets.exact)
+        self.knowledge.rebucket(self.exact)
         if not self.buckets.exact:
             self.store.keep(frozenset(self.buckets.corners))
         self.store.trim()
+
+    def price(self, costs: CostModel) -> None:
+        """Choose by these costs from now on."""
+        self.buckets = BucketSet(self.dims.names, self.buckets.corners, costs)
+
+    def captured_for(self, call: Call) -> list[tuple[int, ...]]:
+        """The buckets that have graphs for calls of this form."""
+        signature = self.knowledge.read(call).signature
+        return [bucket for owner, bucket in self.store.graphs if owner == signature]
+
+    def cost(self, call: Call, sizes: tuple[int, ...]) -> dict[str, float]:
+        """What a graph and an eager call of these sizes cost, by the kinds of `CostModel`.
+
+        Without eager's on a backend that saves no launches, where every call would go to eager, and
+        nothing would be as it is on a GPU.
+
+        Raises:
+            Fallback: they get no graph.
+        """
+        reading, facts = self.known(self._resized(call, sizes))
+        with self.store.borrowed(reading, facts, (reading.signature, sizes)) as entry:
+            plan = self._plan(reading, facts, entry)
+            tensors = [tensor.detach().clone() for tensor in reading.call.tensors]
+            args, kwargs = reading.call.arguments_with(tensors)
+            leaves = [leaf.detach() for leaf in reading.call.leaves]
+            found = {
+                "replay": self._stopwatch.replay(plan, leaves) * 1e6,
+                "capture": entry.capture_seconds * 1e6,
+                "nbytes": float(entry.nbytes),
+            }
+            if self.backend.saves_launches:
+                eager = self._stopwatch.eager(entry, self.target, args, kwargs)
+                found["eager"] = eager * 1e6
+            return found
 
     # Change and forgetting.
 
@@ -325,7 +378,9 @@ class MissPath:
             trusting, fill = self.knowledge.trusting, self._settings.fill
             learner = Learner(self.target, self._module, self._backend, fill, trusting, self.modes)
             self.knowledge.attach(self._backend, self.modes, learner)
-            self.store.attach(self._backend, Capturer(learner, self._module, self._backend))
+            capturer = Capturer(learner, self._module, self._backend)
+            self.store.attach(self._backend, capturer)
+            self._stopwatch = Stopwatch(capturer, self._backend)
         if self._backend.device.type == "cuda":
             refuse_capturing()
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphcache.adapting import Adapter
 from graphcache.cache import Entry
 from graphcache.callplan import CallPlan
 from graphcache.errors import Fallback
@@ -46,7 +47,12 @@ class Server:
     """
 
     def __init__(
-        self, miss: MissPath, ledger: Ledger, report: FallbackReport, shadow: Shadow
+        self,
+        miss: MissPath,
+        ledger: Ledger,
+        report: FallbackReport,
+        shadow: Shadow,
+        adapter: Adapter,
     ) -> None:
         self.lock = threading.RLock()
         self.ledger = ledger
@@ -56,6 +62,7 @@ class Server:
         self._shadow = shadow
         self._plans: dict[Any, Plan] = {}
         self._lent: list[weakref.ref[Tensor]] = []
+        self.adapter = adapter
         miss.store.forget = self.forget
 
     def call(self, args: Args, kwargs: Kwargs) -> Any:
@@ -67,6 +74,8 @@ class Server:
                 else:
                     result = self._serve(args, kwargs, True)
                 self.ledger.calls += 1
+                if self.ledger.calls >= self.adapter.due:
+                    self._review()
         except Fallback as fallback:
             return self._eager(fallback, args, kwargs)
         return result
@@ -178,7 +187,14 @@ class Server:
             self.ledger.fell_back(fallback.reason)
             if fallback.sizes is not None:
                 self.traffic.record(fallback.sizes)
+            if self.ledger.calls >= self.adapter.due:
+                self._review()
         return result
+
+    def _review(self) -> None:
+        self.settle()
+        if self.adapter.review(self.traffic):
+            self.drop_plans()
 
     def _shadowed(self, args: Args, kwargs: Kwargs) -> Any:
         """One call, compared with eager. One that differs counts as nothing served: it runs eagerly

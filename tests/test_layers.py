@@ -9,9 +9,10 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 
 # Top first. A folder is one layer: its files may use each other. "graphcache" is the __init__.
 ORDER = [
-    "__main__", "cli", "demo", "graphcache", "checking", "runtime", "insight", "serving", "miss",
-    "store", "knowledge", "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial",
-    "callplan", "cache", "graphs", "preflight", "stilled", "otherweights", "generators",
+    "__main__", "cli", "demo", "graphcache", "checking", "runtime", "insight", "measuring",
+    "serving", "adapting", "miss", "store", "timing", "knowledge", "capture", "route", "splitting",
+    "explain", "facts", "probe", "dimtrial", "callplan", "cache", "graphs", "preflight", "stilled",
+    "otherweights", "generators",
     "watch", "compiled", "attributes", "holdings", "outside", "hooks", "call", "garbage", "dims",
     "shadow", "settings", "report", "tracing", "padding", "hazards", "bounds", "hostreads",
     "storages", "compare", "modes", "signature", "delegate", "planning", "buckets", "cover",

@@ -234,12 +234,17 @@ class Plan:
 
 
 def make_plan(traffic: TrafficProfile, cost: CostModel | None, options: Options) -> Plan:
-    """A plan for checked arguments."""
-    solution = solve(Problem.of(traffic, cost, options))
+    """A plan for checked arguments.
+
+    Where eager is the cheapest for every call it has one bucket all the same, for calls to be
+    routed past; nothing captures it.
+    """
+    problem = Problem.of(traffic, cost, options)
+    solution = solve(problem)
     corners = tuple(sorted(map(tuple, solution.corners.tolist())))
     return Plan(
         traffic.dims,
-        corners,
+        corners or (problem.top(problem.sizes),),
         cost,
         traffic,
         options,

@@ -16,7 +16,7 @@ from graphcache.planning.line import best_sets
 from graphcache.planning.pieces import SplitDemand
 from graphcache.planning.problem import Problem
 
-_PERTURBATIONS = 20
+_PERTURBATIONS, _FEW = 20, 2  # the few of a quick plan
 _UNITS = 256  # of rows, in one dim
 _ROWS, _OTHERS = 32, 12  # candidates of a split in several dims
 
@@ -78,20 +78,25 @@ def _line(problem: Problem, demand: Demand, most: int) -> Solution:
         return best_sets(priced, most)[-1]
 
     free = replace(demand, nodes=np.zeros_like(demand.nodes))
-    curve = tuple(demand.serving(chosen) for chosen in best_sets(free, most)[1:])
+    sets = [] if problem.options.quick else best_sets(free, most)[1:]
+    curve = tuple(demand.serving(each) for each in sets)
     chosen = within_budget(problem, demand, best, best(demand), most)
     return Solution(demand.corners[chosen], demand.total(chosen), demand.total(best(demand)), curve)
 
 
 def _boxes(problem: Problem, demand: Demand, most: int) -> Solution:
+    quick = problem.options.quick
     merged = problem.starts(demand, most)
 
     def best(priced: Demand) -> Ints:
         grown = boxes.greedy(priced, most)
         starts = [grown[-1], merged[-1]]
-        return boxes.search(priced, most, starts, problem.options.seed, _PERTURBATIONS)
+        tries = _FEW if quick else _PERTURBATIONS
+        return boxes.search(priced, most, starts, problem.options.seed, tries)
 
     chosen = within_budget(problem, demand, best, found := best(demand), most)
+    if quick:
+        return Solution(demand.corners[chosen], demand.total(chosen), 0.0, ())
     bound = boxes.lower_bound(demand, most, demand.total(found))
     free = replace(demand, nodes=np.zeros_like(demand.nodes))
     nested = zip(boxes.greedy(free, most), merged, strict=True)
