@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from graphcache.buckets import BucketSet
 from graphcache.call import Call
+from graphcache.errors import Fallback
 from graphcache.frames import told
 from graphcache.miss import MissPath
 from graphcache.planning.cost import CostModel
 from graphcache.planning.online import OnlinePlanner
 from graphcache.planning.profile import TrafficProfile
 from graphcache.stats import Bucket, Ledger
+from graphcache.tracing import refuse_tracing
 
 logger = logging.getLogger("graphcache")
 
@@ -40,6 +44,7 @@ class Adapter:
         self._name = name
         self._max_graphs = max_graphs or MOST_GRAPHS
         self._tables: dict[str, Table] = {}
+        self._failed: set[Bucket] = set()
         self.restart()
 
     def restart(self) -> None:
@@ -65,8 +70,12 @@ class Adapter:
         """
         before = self._miss.buckets
         try:
-            self._planner.see(traffic.counts)
-            wanted = self._wanted()
+            with torch.no_grad():
+                self._planner.see(traffic.counts)
+                wanted = self._wanted()
+        except Fallback:  # the caller is capturing or tracing, say
+            self._planner.reviewed(self._ledger.calls, False)
+            return False
         except Exception as error:
             self._planner.stop()
             what = "%s: buckets='auto' stays as it is, since a review raised %s"
@@ -84,8 +93,15 @@ class Adapter:
         return wanted is not before
 
     def _wanted(self) -> BucketSet:
-        """The buckets to have from now on."""
+        """The buckets to have from now on.
+
+        Raises:
+            Fallback: this is not the time to replay and release graphs.
+        """
         present = self._miss.buckets
+        refuse_tracing()
+        self._miss.refuse_capturing()
+        self._miss.store.refuse_sealed()
         calls = self._miss.knowledge.examples()
         if not calls or not self._planner.calls:
             return present
@@ -96,7 +112,8 @@ class Adapter:
             return present
         costs = CostModel(self._tables, present.dims)
         captured = {bucket for _, bucket in self._miss.store.graphs}
-        plan = self._planner.plan(costs, captured, self._captures())
+        self._failed |= self._miss.failed_for(calls[0])
+        plan = self._planner.plan(costs, captured, self._captures(), self._failed)
         if plan is None:
             return BucketSet(present.dims, present.corners, costs)
         return plan.bucket_set

@@ -119,7 +119,7 @@ class Capturer:
         bucket = entry.key[1]
         real = _half(bucket, facts)
         if real != bucket:
-            with _statics_kept(entry):
+            with statics_kept(entry):
                 turns = (False, True, True)
                 first, second, again = (self._replay(entry, facts, real, turn) for turn in turns)
             steady = all_same(second, again)
@@ -137,7 +137,7 @@ class Capturer:
         """
         device, call, sizes = self._backend.device, reading.call, reading.sizes
         real = [tensor.detach().to(device, copy=True) for tensor in call.tensors]
-        with _statics_kept(entry), self.undone(entry):
+        with statics_kept(entry), self.undone(entry):
             _pad_into(entry.inputs, entry.key[0].inputs, real, facts, sizes, entry.key[1])
             if entry.draws:
                 padded = self._learner.observe(call, [t.clone() for t in entry.inputs], still=True)
@@ -223,7 +223,7 @@ def _made(seen: Observation) -> dict[int, Tensor]:
 
 
 @contextlib.contextmanager
-def _statics_kept(entry: Entry) -> Iterator[None]:
+def statics_kept(entry: Entry) -> Iterator[None]:
     """Put the static inputs back: the caller may have been handed them, and may be passing them."""
     kept = [static.clone() for static in entry.inputs]
     entry.filled_for = None

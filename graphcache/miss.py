@@ -127,8 +127,13 @@ class MissPath:
             )
 
     def routed(self, call: Call) -> tuple[Reading, Facts, Route]:
-        """Read a call, learn what it needs, and choose what serves it. Before padding comes the
-        probe.
+        """Read a call, learn what it needs, and choose what serves it."""
+        reading, facts = self.ready(call)
+        return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
+
+    def ready(self, call: Call) -> tuple[Reading, Facts]:
+        """A call, and all that must be known before a bucket serves it: the probe, if it is to be
+        padded.
         """
         reading, facts = self.known(call)
         if self.auto and self.buckets.exact:
@@ -137,7 +142,7 @@ class MissPath:
         if bucket != reading.sizes and facts.dims is None:
             self.store.refuse_sealed()
             facts = self.probed(reading, bucket or self.buckets.largest())
-        return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
+        return reading, facts
 
     def probed(self, reading: Reading, bucket: tuple[int, ...]) -> Facts:
         """Probe at the smallest bucket that tells enough: it is cheaper, and what the module does
@@ -235,14 +240,14 @@ class MissPath:
 
     def static_views(self, call: Call, sizes: tuple[int, ...]) -> dict[str, Tensor]:
         """The heads of a bucket's static inputs, by input name."""
-        reading, facts, route = self.routed(self._resized(call, sizes))
-        if route.bucket is None:
+        reading, facts = self.ready(self._resized(call, sizes))
+        bucket = self.buckets.choose(sizes, facts.unpadded(sizes))
+        if bucket is None:
             limit = ", ".join(map(str, self.buckets.largest()))
             remedy = f"ask for at most {limit}"
-            raise Fallback(Reason.OVER_MAX, "a call of these sizes is served in pieces", remedy)
-        key = (reading.signature, route.bucket)
-        entry = self.store.entry_ahead(reading, facts, key)
-        if route.bucket != sizes:
+            raise Fallback(Reason.OVER_MAX, "no bucket holds them", remedy)
+        entry = self.store.entry_ahead(reading, facts, (reading.signature, bucket))
+        if bucket != sizes:
             self._check_padding(entry, facts, reading)
         entry.handed_out = True
         pairs = zip(reading.signature.inputs, entry.inputs, strict=True)
@@ -287,6 +292,10 @@ class MissPath:
         """The buckets that have graphs for calls of this form."""
         signature = self.knowledge.read(call).signature
         return [bucket for owner, bucket in self.store.graphs if owner == signature]
+
+    def failed_for(self, call: Call) -> set[tuple[int, ...]]:
+        """The buckets that calls of this form cannot have."""
+        return set(self.known(call)[1].failed)
 
     def cost(self, call: Call, sizes: tuple[int, ...]) -> dict[str, float]:
         """What a graph and an eager call of these sizes cost, by the kinds of `CostModel`.
@@ -381,7 +390,11 @@ class MissPath:
             capturer = Capturer(learner, self._module, self._backend)
             self.store.attach(self._backend, capturer)
             self._stopwatch = Stopwatch(capturer, self._backend)
-        if self._backend.device.type == "cuda":
+        self.refuse_capturing()
+
+    def refuse_capturing(self) -> None:
+        """Refuse a caller that is itself capturing."""
+        if self._backend is not None and self._backend.device.type == "cuda":
             refuse_capturing()
 
 

@@ -354,6 +354,7 @@ class GraphCache(Delegate):
         """For `CostModel.measure`."""
         with self._server.lock, torch.no_grad():
             call = self._only_call("CostModel.measure", "sample", sample)
+            self._server.take_back()
             costs = measure(self._miss, call, sizes, progress)
             self._server.drop_plans()
             self._miss.price(costs)

@@ -69,13 +69,13 @@ class Server:
         """What the module returns for a call, by a replay or eagerly."""
         try:
             with self.lock:
+                if self.ledger.calls >= self.adapter.due:
+                    self.review()
                 if self._shadow.share and self._shadow.due():
                     result = self._shadowed(args, kwargs)
                 else:
                     result = self._serve(args, kwargs, True)
                 self.ledger.calls += 1
-                if self.ledger.calls >= self.adapter.due:
-                    self._review()
         except Fallback as fallback:
             return self._eager(fallback, args, kwargs)
         return result
@@ -127,7 +127,7 @@ class Server:
         overwrites them.
         """
         if self._lent:
-            self._take_back()
+            self.take_back()
         outputs = plan.run(leaves, lend=whole)
         if plan.lends and whole:
             self._lent = [weakref.ref(output) for output in outputs]
@@ -187,12 +187,14 @@ class Server:
             self.ledger.fell_back(fallback.reason)
             if fallback.sizes is not None:
                 self.traffic.record(fallback.sizes)
-            if self.ledger.calls >= self.adapter.due:
-                self._review()
         return result
 
-    def _review(self) -> None:
+    def review(self) -> None:
+        """Let `buckets="auto"` look at the traffic. Before a call, since it replays graphs: results
+        that were lent are over, and those of the call are not there yet.
+        """
         self.settle()
+        self.take_back()
         if self.adapter.review(self.traffic):
             self.drop_plans()
 
@@ -215,7 +217,8 @@ class Server:
             raise mismatch
         return result
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Lent results are over: their memory is about to be overwritten."""
         for ref in self._lent:
             output = ref()
             if output is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphcache.cache import Entry
 from graphcache.callplan import CallPlan
-from graphcache.capture import Capturer
+from graphcache.capture import Capturer, statics_kept
 from graphcache.graphs import CAPTURE_LOCK, Backend
 from graphcache.preflight import plain_modes
 from graphcache.trials import as_trial
@@ -40,7 +40,7 @@ class Stopwatch:
     def _median(self, entry: Entry, run: Callable[[], object]) -> float:
         timed = self._backend.timed
         with CAPTURE_LOCK, self._backend.aside(), plain_modes(), as_trial():
-            with self._capturer.undone(entry):
+            with statics_kept(entry), self._capturer.undone(entry):
                 timed(run, 1)  # the first run of a shape may load kernels
                 long = timed(run, 1) > _LONG
                 runs, times = (3, 1) if long else (_RUNS, _BACK_TO_BACK)

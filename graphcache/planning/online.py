@@ -54,29 +54,29 @@ class OnlinePlanner:
         for sizes, count in counts.items():
             more = count - self._known.get(sizes, 0)
             if more > 0 and min(sizes) > 0:
-                self._recent.record(self._stepped(sizes), more)
+                self._recent.record(sizes, more)
                 self.calls += more
         self._known = dict(counts)
 
-    def _stepped(self, sizes: Bucket) -> Bucket:
-        """Rounded up to 32 steps per doubling, so that a few samples look like the rest."""
-        stepped = []
-        for size, limit in zip(sizes, self._limits, strict=True):
-            step = 2 ** max(size.bit_length() - STEPS_PER_DOUBLING.bit_length(), 0)
-            rounded = -(-size // step) * step
-            within = limit is not None and size <= limit
-            stepped.append(min(rounded, limit) if within and limit else rounded)
-        return tuple(stepped)
+    def _stepped(self) -> TrafficProfile:
+        """Recent traffic, its sizes rounded up to 32 steps per doubling, so that a few samples look
+        like the rest. Never beyond the largest size seen, which may be all that the module takes.
+        """
+        counts, stepped = self._recent.counts, TrafficProfile(self._dims)
+        largest = tuple(max(sizes) for sizes in zip(*counts, strict=True))
+        for sizes, count in counts.items():
+            stepped.record(tuple(map(_stepped, sizes, largest)), count)
+        return stepped
 
     def first(self) -> list[Bucket]:
         """Buckets to begin with: one that holds everything, by each dim, and one for the median."""
-        counts = self._recent.counts
+        counts = self._stepped().counts
         top = tuple(max(sizes) for sizes in zip(*counts, strict=True))
         middle = tuple(self._median(axis) for axis in range(len(self._dims)))
         return sorted({top, middle})
 
     def _median(self, axis: int) -> int:
-        ordered = sorted((sizes[axis], n) for sizes, n in self._recent.counts.items())
+        ordered = sorted((sizes[axis], n) for sizes, n in self._stepped().counts.items())
         left = self._recent.total / 2
         for size, count in ordered:
             left -= count
@@ -84,13 +84,20 @@ class OnlinePlanner:
                 return size
         return ordered[-1][0]
 
-    def plan(self, costs: CostModel, captured: Iterable[Bucket], captures: int) -> Plan | None:
+    def plan(
+        self,
+        costs: CostModel,
+        captured: Iterable[Bucket],
+        captures: int,
+        failed: Iterable[Bucket] = (),
+    ) -> Plan | None:
         """The buckets to have from now on, or None where those captures are not allowed any more.
 
         Args:
-            costs: measured so far; the eager and capture costs known.
+            costs: measured so far.
             captured: the buckets that have graphs.
             captures: how many captures there were in all.
+            failed: buckets that cannot be captured.
         """
         present = tuple(sorted(set(captured)))
         options = Options(
@@ -105,9 +112,10 @@ class OnlinePlanner:
             grid=False,
             seed=0,
             captured=present,
+            exclude=tuple(sorted(set(failed))),
             quick=True,
         )
-        plan = make_plan(self._recent, costs, options)
+        plan = make_plan(self._stepped(), costs, options)
         new = len(set(plan.corners) - set(present))
         return plan if captures + new <= self.allowed() else None
 
@@ -128,3 +136,8 @@ class OnlinePlanner:
     def stop(self) -> None:
         """No more reviews."""
         self.due = math.inf
+
+
+def _stepped(size: int, largest: int) -> int:
+    step = 1 << max(size.bit_length() - STEPS_PER_DOUBLING.bit_length(), 0)
+    return min(-(-size // step) * step, largest)

@@ -30,8 +30,8 @@ _PRIOR_OF_SEVERAL = (64, 6)
 class Options:
     """What a plan must keep to, by the names of `plan_buckets`; per-dim values in the dims' order.
 
-    `captured`: buckets whose capture is paid already. `quick`: plan within a few milliseconds, on
-    coarser sizes, without a bound.
+    `captured`: buckets whose capture is paid already. `exclude`: buckets that cannot be captured.
+    `quick`: plan within a few milliseconds, on coarser sizes, without a bound.
     """
 
     max_graphs: int
@@ -45,6 +45,7 @@ class Options:
     grid: bool
     seed: int
     captured: tuple[Bucket, ...] = ()
+    exclude: tuple[Bucket, ...] = ()
     quick: bool = False
 
 
@@ -107,7 +108,8 @@ class Problem:
         points, weights, eager, corners = self._merged(sizes, weights)
         wanted = [*self.options.include, *self.options.captured]
         top = self.top(sizes)
-        corners = np.unique(np.array([*corners.tolist(), *wanted, top], dtype=np.int64), axis=0)
+        options = {*map(tuple, corners.tolist()), *wanted, top} - set(self.options.exclude)
+        corners = np.array(sorted(options or {top}), dtype=np.int64)
         costs = self.price(corners)
         if len(self.dims) > 1:
             order = np.argsort(np.prod(corners, axis=1, dtype=np.float64), kind="stable")
