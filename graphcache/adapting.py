@@ -10,6 +10,7 @@ import logging
 
 import torch
 
+from graphcache.ahead import captured_for, cost, failed_for
 from graphcache.buckets import BucketSet
 from graphcache.call import Call
 from graphcache.errors import Fallback
@@ -112,7 +113,7 @@ class Adapter:
             return present
         costs = CostModel(self._tables, present.dims)
         captured = {bucket for _, bucket in self._miss.store.graphs}
-        self._failed |= self._miss.failed_for(calls[0])
+        self._failed |= failed_for(self._miss, calls[0])
         plan = self._planner.plan(costs, captured, self._captures(), self._failed)
         if plan is None:
             return BucketSet(present.dims, present.corners, costs)
@@ -123,7 +124,7 @@ class Adapter:
 
     def _measure(self, call: Call) -> None:
         """Time the graphs that were captured since the last review, and eager beside them."""
-        for bucket in self._miss.captured_for(call):
+        for bucket in captured_for(self._miss, call):
             if bucket not in self._tables.get("replay", {}):
-                for kind, value in self._miss.cost(call, bucket).items():
+                for kind, value in cost(self._miss, call, bucket).items():
                     self._tables.setdefault(kind, {})[bucket] = value

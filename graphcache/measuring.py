@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from graphcache.ahead import cost
 from graphcache.buckets import parse_buckets
 from graphcache.call import Call
 from graphcache.errors import Fallback, GraphCacheError
@@ -34,7 +35,7 @@ def measure(miss: MissPath, call: Call, sizes: Any, progress: bool) -> CostModel
     refused: Fallback | None = None
     for corner in tqdm(reversed(wanted.corners), "graphcache", len(wanted), disable=not progress):
         try:
-            found = miss.cost(call, corner)
+            found = cost(miss, call, corner)
         except Fallback as fallback:
             refused = fallback
             continue

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphcache.buckets import BucketSet, parse_buckets
+from graphcache.buckets import BucketSet
 from graphcache.cache import Entry
 from graphcache.call import Binder, Call, Reading, forward_of
 from graphcache.callplan import CallPlan
@@ -27,7 +27,7 @@ from graphcache.frames import told
 from graphcache.graphs import Backend, backend_for, device_of
 from graphcache.knowledge import Knowledge
 from graphcache.modes import Modes
-from graphcache.padding import head, volume
+from graphcache.padding import volume
 from graphcache.planning.cost import CostModel
 from graphcache.planning.plan import bucket_set
 from graphcache.preflight import plain_modes
@@ -95,11 +95,11 @@ class MissPath:
         key = (reading.signature, route.bucket)
         entry = self.store.entry(reading, facts, key, route.why_exact)
         if route.bucket != reading.sizes:
-            self._check_padding(entry, facts, reading)
+            self.check_padding(entry, facts, reading)
             self.store.compare(entry, facts, reading)
-        return self._plan(reading, facts, entry)
+        return self.plan(reading, facts, entry)
 
-    def _check_padding(self, entry: Entry, facts: Facts, reading: Reading) -> None:
+    def check_padding(self, entry: Entry, facts: Facts, reading: Reading) -> None:
         """Try a graph's padding before it is used, at half of its bucket and at the smallest sizes
         that it serves.
         """
@@ -111,11 +111,11 @@ class MissPath:
             max(low, (low + size) // 2) for low, size in zip(lowest, bucket, strict=True)
         )
         smallest, between = (
-            self.knowledge.read(self._resized(reading.call, sizes)) for sizes in (lowest, middle)
+            self.knowledge.read(self.resized(reading.call, sizes)) for sizes in (lowest, middle)
         )
         self.store.check_padding(entry, facts, smallest, between)
 
-    def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
+    def plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         _refuse_gaps(reading, entry)
         fills = facts.fills(len(reading.signature.inputs))
         lends = self._settings.outputs == "view"
@@ -150,7 +150,7 @@ class MissPath:
         """
         sizes_read = self.sizes_read
         if volume(self.buckets.smallest_telling()) < volume(bucket):
-            self._probe_once(reading.call)
+            self.probe_once(reading.call)
         reading, facts = self.known(reading.call)
         if facts.dims is None:
             self.knowledge.probe(reading, facts, bucket)
@@ -181,80 +181,24 @@ class MissPath:
         self.store.refuse_sealed()
         self.store.refuse_signatures(signature)
 
-    # Ahead of calls.
-
-    def try_out(self, call: Call) -> None:
-        """Refuse a sample that eager refuses, or that no call of another size can be made of.
-
-        Raises:
-            Fallback: why.
-        """
-        try:
-            self.known(call)
-        except Fallback as fallback:
-            raised = fallback.reason is Reason.CAPTURE_FAILED and fallback.__cause__ is not None
-            if raised or fallback.reason in (Reason.EMPTY, Reason.UNSUPPORTED_INPUT):
-                raise
-
-    def warmup_sizes(self, sizes: Iterable[Any] | None) -> list[tuple[int, ...]]:
-        """Buckets to capture, largest first: smaller graphs reuse the pool memory of larger ones.
-        Where the buckets are yet to be found, these are the first.
-
-        Raises:
-            BucketError: `sizes` that are no buckets.
-        """
-        wanted = self.buckets if sizes is None else parse_buckets(list(sizes), self.dims.names)
-        strange = [corner for corner in wanted.corners if corner not in self.buckets.corners]
-        if strange and not self.buckets.exact:
-            known = list(self.buckets.corners)
-            raise BucketError(f"warmup sizes {strange} are no buckets; pass some of {known}.")
-        if self.auto and self.buckets.exact:
-            self.buckets = wanted
-        return list(reversed(wanted.corners))
-
-    def warm(self, call: Call, bucket: tuple[int, ...]) -> None:
-        """Capture one bucket for a call's form unless it has a graph, and probe its padding."""
-        if not self.buckets.exact:
-            self._probe_once(call)
-        reading, facts = self.known(self._resized(call, bucket))
-        entry = self.store.entry_ahead(reading, facts, (reading.signature, bucket))
-        if not (self.buckets.exact or facts.unpadded(bucket)):
-            self._check_padding(entry, facts, reading)
-
-    def _probe_once(self, call: Call) -> None:
+    def probe_once(self, call: Call) -> None:
         """Probe at a small bucket, since a probe runs the module a few dozen times; and at the
         largest, if the module does not take small sizes.
         """
         telling, largest = self.buckets.smallest_telling(), self.buckets.corners[-1]
-        reading, facts = self.known(self._resized(call, telling))
+        reading, facts = self.known(self.resized(call, telling))
         if facts.dims is not None:
             return
         self.knowledge.probe(reading, facts, telling)
         found = facts.dims
         if telling != largest and not _neutral(found):
             with contextlib.suppress(Fallback):
-                reading, facts = self.known(self._resized(call, largest))
+                reading, facts = self.known(self.resized(call, largest))
                 self.knowledge.probe(reading, facts, largest)
             if not _neutral(facts.dims):
                 facts.dims = found
 
-    def static_views(self, call: Call, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-        """The heads of a bucket's static inputs, by input name."""
-        reading, facts = self.ready(self._resized(call, sizes))
-        bucket = self.buckets.choose(sizes, facts.unpadded(sizes))
-        if bucket is None:
-            limit = ", ".join(map(str, self.buckets.largest()))
-            remedy = f"ask for at most {limit}"
-            raise Fallback(Reason.OVER_MAX, "no bucket holds them", remedy)
-        entry = self.store.entry_ahead(reading, facts, (reading.signature, bucket))
-        if bucket != sizes:
-            self._check_padding(entry, facts, reading)
-        entry.handed_out = True
-        pairs = zip(reading.signature.inputs, entry.inputs, strict=True)
-        with plain_modes():
-            return {spec.name: head(static, spec, sizes) for spec, static in pairs}
-
-    def _resized(self, call: Call, sizes: tuple[int, ...]) -> Call:
+    def resized(self, call: Call, sizes: tuple[int, ...]) -> Call:
         self.catch_up()
         self.choose_backend(call)
         resized = self.knowledge.read(call).resized(sizes)
@@ -287,40 +231,6 @@ class MissPath:
     def price(self, costs: CostModel) -> None:
         """Choose by these costs from now on."""
         self.buckets = BucketSet(self.dims.names, self.buckets.corners, costs)
-
-    def captured_for(self, call: Call) -> list[tuple[int, ...]]:
-        """The buckets that have graphs for calls of this form."""
-        signature = self.knowledge.read(call).signature
-        return [bucket for owner, bucket in self.store.graphs if owner == signature]
-
-    def failed_for(self, call: Call) -> set[tuple[int, ...]]:
-        """The buckets that calls of this form cannot have."""
-        return set(self.known(call)[1].failed)
-
-    def cost(self, call: Call, sizes: tuple[int, ...]) -> dict[str, float]:
-        """What a graph and an eager call of these sizes cost, by the kinds of `CostModel`.
-
-        Without eager's on a backend that saves no launches, where every call would go to eager, and
-        nothing would be as it is on a GPU.
-
-        Raises:
-            Fallback: they get no graph.
-        """
-        reading, facts = self.known(self._resized(call, sizes))
-        with self.store.borrowed(reading, facts, (reading.signature, sizes)) as entry:
-            plan = self._plan(reading, facts, entry)
-            tensors = [tensor.detach().clone() for tensor in reading.call.tensors]
-            args, kwargs = reading.call.arguments_with(tensors)
-            leaves = [leaf.detach() for leaf in reading.call.leaves]
-            found = {
-                "replay": self._stopwatch.replay(plan, leaves) * 1e6,
-                "capture": entry.capture_seconds * 1e6,
-                "nbytes": float(entry.nbytes),
-            }
-            if self.backend.saves_launches:
-                eager = self._stopwatch.eager(entry, self.target, args, kwargs)
-                found["eager"] = eager * 1e6
-            return found
 
     # Change and forgetting.
 
@@ -389,7 +299,7 @@ class MissPath:
             self.knowledge.attach(self._backend, self.modes, learner)
             capturer = Capturer(learner, self._module, self._backend)
             self.store.attach(self._backend, capturer)
-            self._stopwatch = Stopwatch(capturer, self._backend)
+            self.stopwatch = Stopwatch(capturer, self._backend)
         self.refuse_capturing()
 
     def refuse_capturing(self) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from graphcache import insight
+from graphcache import ahead, insight
 from graphcache.adapting import Adapter
 from graphcache.call import Call
 from graphcache.delegate import Delegate
@@ -184,19 +183,8 @@ class GraphCache(Delegate):
                 raise GraphCacheError(
                     "warmup() has seen no call yet; pass `sample`, one call's arguments."
                 )
-            wanted = self._miss.warmup_sizes(sizes)
-            if not wanted or self._miss.store.sealed:
-                sealed = "the cache is sealed, for good; make a new one"
-                why = sealed if wanted else "no buckets are given; pass `sizes`"
-                raise GraphCacheError(f"warmup() has nothing to capture: {why}.")
-            for call, bucket in tqdm(
-                [(c, b) for b in wanted for c in calls], "graphcache", disable=not progress
-            ):
-                try:
-                    self._miss.warm(call, bucket)
-                except Fallback as fallback:
-                    self._server.report(fallback)
-            self._miss.wait()
+            wanted = ahead.warmup_sizes(self._miss, sizes)
+            ahead.warm_all(self._miss, calls, wanted, progress, self._server.report)
 
     def seal(self) -> None:
         """Never capture again, for the life of this cache: calls without a graph run eagerly, as
@@ -231,20 +219,9 @@ class GraphCache(Delegate):
         """
         with self._server.lock, torch.no_grad():
             call = self._only_call("static_inputs", "like", like)
-            wanted = (sizes,) if hasattr(sizes, "__index__") else sizes
-            dims = self._miss.dims.names
-            if not (
-                isinstance(wanted, (list, tuple, range))
-                and len(wanted) == len(dims)
-                and all(hasattr(n, "__index__") for n in wanted)
-                and not any(isinstance(n, (bool, Tensor)) for n in wanted)
-                and min(map(int, wanted)) >= 0
-            ):
-                raise GraphCacheError(
-                    f"`sizes` is {sizes!r}; pass one size for each dynamic dim: {', '.join(dims)}."
-                )
+            wanted = ahead.read_sizes(sizes, self._miss.dims.names)
             try:
-                return self._miss.static_views(call, tuple(map(int, wanted)))
+                return ahead.static_views(self._miss, call, wanted)
             except Fallback as fallback:
                 why = f"{fallback}; to do: {fallback.remedy}"
                 raise GraphCacheError(f"sizes {sizes} get no graph: {why}.") from fallback
@@ -278,7 +255,7 @@ class GraphCache(Delegate):
             args, kwargs = (sample,), {}
         try:
             call = Call(self._miss.binder, args, kwargs)
-            self._miss.try_out(call)
+            ahead.try_out(self._miss, call)
             return call
         except Fallback as fallback:
             raise GraphCacheError(

@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 # Top first. A folder is one layer: its files may use each other. "graphcache" is the __init__.
 ORDER = [
     "__main__", "cli", "demo", "graphcache", "checking", "runtime", "insight", "measuring",
-    "serving", "adapting", "miss", "store", "timing", "knowledge", "capture", "route", "splitting",
+    "serving", "adapting", "ahead", "miss", "store", "timing", "knowledge", "capture", "route",
+    "splitting",
     "explain", "facts", "probe", "dimtrial", "callplan", "cache", "graphs", "preflight", "stilled",
     "otherweights", "generators",
     "watch", "compiled", "attributes", "holdings", "outside", "hooks", "call", "garbage", "dims",
