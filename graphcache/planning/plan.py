@@ -225,11 +225,16 @@ class Plan:
             data: dict[str, Any] = json.loads(Path(path).read_text())
             if data["version"] != _VERSION:
                 raise ValueError(f"version {data['version']}")
+            dims, buckets = tuple(data["dims"]), _tuples(data["buckets"])
+            costs = data["costs"] and CostModel.from_json(data["costs"])
+            traffic = TrafficProfile.from_json(data["traffic"])
+            if dims != traffic.dims or (costs and costs.dims != dims):
+                raise ValueError("the dims differ")
             return cls(
-                tuple(data["dims"]),
-                _tuples(data["buckets"]),
-                data["costs"] and CostModel.from_json(data["costs"]),
-                TrafficProfile.from_json(data["traffic"]),
+                dims,
+                tuple(sorted(parse_buckets(buckets, dims).corners)) if buckets else (),
+                costs,
+                traffic,
                 _options(data["options"]),
                 float(data["total"]),
                 float(data["lower_bound"]),
