@@ -72,7 +72,7 @@ class Problem:
     @classmethod
     def of(cls, profile: TrafficProfile, cost: CostModel | None, options: Options) -> Problem:
         """Raises GraphCacheError where there is no traffic."""
-        counts = profile.counts
+        counts = {sizes: count for sizes, count in profile.counts.items() if count > 0}
         if not counts:
             raise GraphCacheError("the profile has no calls; record some traffic first.")
         sizes = np.array(list(counts), dtype=np.int64)
