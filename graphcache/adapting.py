@@ -115,7 +115,7 @@ class Adapter:
         captured = {bucket for _, bucket in self._miss.store.graphs}
         self._failed |= failed_for(self._miss, calls[0])
         plan = self._planner.plan(costs, captured, self._captures(), self._failed)
-        if plan is None:
+        if plan is None or not plan.corners:
             return BucketSet(present.dims, present.corners, costs)
         return plan.bucket_set
 

@@ -167,3 +167,13 @@ def test_a_plan_and_its_file_are_buckets(device, tmp_path):
     two = plan_buckets({(1, 2): 3})
     with pytest.raises(GraphCacheError, match="dims"):
         GraphCache(net(device), two)
+
+
+def test_a_plan_that_wants_no_graph_runs_eagerly(device):
+    """With the reason; nothing is captured."""
+    costs = CostModel.from_table({8: 100.0}, eager={8: 50.0}, capture={8: 10.0})
+    cache = GraphCache(net(device), plan_buckets({3: 10, 9: 5}, costs))
+    with torch.no_grad():
+        for n in (3, 9):
+            cache(torch.randn(n, 16, device=device))
+    assert cache.stats().fallbacks == {Reason.CHEAPER_EAGER: 2}

@@ -261,17 +261,12 @@ class Plan:
 
 
 def make_plan(traffic: TrafficProfile, cost: CostModel | None, options: Options) -> Plan:
-    """A plan for checked arguments.
-
-    Where eager is the cheapest for every call it has one bucket all the same, for calls to be
-    routed past; nothing captures it.
-    """
-    problem = Problem.of(traffic, cost, options)
-    solution = solve(problem)
+    """A plan for checked arguments."""
+    solution = solve(Problem.of(traffic, cost, options))
     corners = tuple(sorted(map(tuple, solution.corners.tolist())))
     return Plan(
         traffic.dims,
-        corners or (problem.top(problem.sizes),),
+        corners,
         cost,
         traffic,
         options,
@@ -298,12 +293,15 @@ def bucket_set(buckets: Any, dims: tuple[str, ...]) -> BucketSet:
             f"the plan is for the dims {', '.join(buckets.dims)}, `dynamic_shapes` names "
             f"{', '.join(dims)}; use the same names in the same order."
         )
+    if not buckets.corners:  # eager is the cheapest for all; one bucket, for them to be routed past
+        largest = tuple(max(sizes) for sizes in zip(*buckets.traffic.counts, strict=True))
+        return BucketSet(dims, [largest], buckets.costs)
     return buckets.bucket_set
 
 
 def _options(data: Mapping[str, Any]) -> Options:
     lists = {name: tuple(data[name]) for name in ("align", "limits")}
-    buckets = {name: _tuples(data[name]) for name in ("include", "captured")}
+    buckets = {name: _tuples(data[name]) for name in ("include", "captured", "exclude")}
     return Options(**{**data, **lists, **buckets})
 
 
