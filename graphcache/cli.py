@@ -15,12 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graphcache import checking
+from graphcache import checking, planreport, plotting
 from graphcache import demo as demonstration
+from graphcache.arguments import FORM, count, names, nbytes, per_dim
 from graphcache.demo import DemoReport
 from graphcache.errors import GraphCacheError
 from graphcache.frames import told
 from graphcache.padding import Fill
+from graphcache.planning.cost import read_costs
 from graphcache.version import __version__
 
 Run = Callable[[argparse.Namespace], int]
@@ -67,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 def demo(parser: argparse.ArgumentParser) -> Run:
     """Serve a MiniLM-shaped encoder's stream of batches, eagerly and by GraphCache."""
     parser.add_argument("--trace", metavar="FILE.csv", help="sizes, in the columns batch and seq")
-    parser.add_argument("--rows", type=_count, metavar="N", help="serve at most N calls")
+    parser.add_argument("--rows", type=count, metavar="N", help="serve at most N calls")
     parser.add_argument("--json", action="store_true", help="print one JSON object only")
 
     def run(options: argparse.Namespace) -> int:
@@ -98,6 +100,64 @@ def check(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
+def plan(parser: argparse.ArgumentParser) -> Run:
+    """Plan buckets for the sizes in a CSV file, and show what they save beside common lists."""
+    parser.add_argument("trace", metavar="TRACE.csv", help="one call a row, sizes in columns")
+    parser.add_argument(
+        "--dims", type=names, default=("batch",), metavar="NAMES", help="columns, as batch,seq"
+    )
+    parser.add_argument("--max-graphs", type=count, default=32, metavar="N", help="default 32")
+    for name, meaning in (("align", "multiples that buckets are"), ("limits", "largest sizes")):
+        parser.add_argument(f"--{name}", type=per_dim, metavar="SIZES", help=f"{meaning}: {FORM}")
+    parser.add_argument("--cost", metavar="FILE", help="measured costs, .csv or .json")
+    parser.add_argument("--split", metavar="DIM", help="calls may be served in pieces along it")
+    parser.add_argument("--grid", action="store_true", help="levels per dim and their product")
+    parser.add_argument(
+        "--held-out", type=float, default=0.5, metavar="SHARE",
+        help="of the calls, the first ones, to plan on for a score on the rest; default 0.5",
+    )  # fmt: skip
+    parser.add_argument("--memory-budget", type=nbytes, metavar="SIZE", help="of all graphs: 2GiB")
+    parser.add_argument(
+        "--horizon", type=count, default=100_000, metavar="N", help="calls that pay a capture"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search")
+    parser.add_argument("--out", metavar="PLAN.json", help="save the plan")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it; needs the extra `plot`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object only")
+
+    def run(options: argparse.Namespace) -> int:
+        report = planreport.report(
+            options.trace,
+            options.dims,
+            options.cost and read_costs(options.cost, options.dims),
+            options.held_out,
+            **{name: getattr(options, name) for name in _PLAN_OPTIONS},
+        )
+        if options.out:
+            report.plan.save(options.out)
+        if options.plot:
+            plotting.plot(report.plan, options.plot)
+        files = {"out": options.out, "plot": options.plot}
+        print(json.dumps(report.to_json() | files) if options.json else _told_plan(report, files))
+        return 0
+
+    return run
+
+
+_PLAN_OPTIONS = (
+    "max_graphs", "align", "limits", "split", "grid", "memory_budget", "horizon", "seed",
+)  # fmt: skip
+
+
+def _told_plan(report: planreport.PlanReport, files: dict[str, str | None]) -> str:
+    told_files = {
+        "out": "saved to {0}: GraphCache(model, buckets={0!r})",
+        "plot": "drawn in {0}",
+    }
+    lines = [told_files[kind].format(file) for kind, file in files.items() if file]
+    return "\n\n".join([str(report), *(["\n".join(lines)] if lines else [])])
+
+
 def _check_answer(report: checking.Report) -> dict[str, Any]:
     findings = [found._asdict() | {"remedy": report.remedy(found)} for found in report.findings]
     dims = {
@@ -119,7 +179,7 @@ def _json(fill: Fill) -> Fill:
     return fill if isinstance(fill, str) or math.isfinite(fill) else str(fill)
 
 
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, check)
+COMMANDS: tuple[Callable[[argparse.ArgumentParser], Run], ...] = (demo, check, plan)
 
 
 def _made_by(factory: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -153,12 +213,6 @@ def _made_by(factory: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[st
             "kwargs; return something that can be called, and a dict."
         )
     return module, args if isinstance(args, tuple) else (args,), kwargs
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
-    return int(text)
 
 
 def _demo_table(report: DemoReport) -> str:

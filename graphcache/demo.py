@@ -7,7 +7,6 @@ a GPU.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import random
 import time
@@ -169,12 +168,7 @@ def service_sizes(rows: int) -> list[tuple[int, int]]:
 
 
 def _trace_sizes(trace: str | Path, rows: int) -> list[tuple[int, int]]:
-    try:
-        sizes = [(batch, seq) for batch, seq in itertools.islice(read_sizes(trace, DIMS), rows)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise GraphCacheError(
-            f"{trace}: {error}; pass a CSV file with the columns batch and seq."
-        ) from error
+    sizes = [(batch, seq) for batch, seq in itertools.islice(read_sizes(trace, DIMS), rows)]
     if not sizes:
         raise GraphCacheError(f"{trace}: no rows; pass a CSV file with one call a row.")
     return sizes

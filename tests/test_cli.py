@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graphcache import __version__, cli, demo
+from graphcache import CostModel, Plan, __version__, cli, demo
 
 REPORT = demo.DemoReport(
     backend="recorded",
@@ -287,6 +287,60 @@ class TestCheck:
         assert sys.path == before
 
 
+class TestPlan:
+    def test_prints_plan_rivals_curve_and_held_out(self, trace, capsys):
+        argv = ["plan", str(trace), "--dims", "batch,seq", "--max-graphs", "2", "--align", "seq=8"]
+        assert cli.main(argv) == 0
+        out = capsys.readouterr().out
+        assert "(1, 8), (2, 8)" in out
+        for part in ("traffic", "powers of two", "cost per call", "held out: made of the first 2"):
+            assert part in out
+
+    def test_prints_one_json_object_and_nothing_else(self, trace, capsys):
+        assert cli.main(["plan", str(trace), "--align", "4", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["dims"], answer["buckets"], answer["out"]) == (["batch"], [4], None)
+
+    def test_saves_and_draws(self, trace, tmp_path, capsys):
+        pytest.importorskip("matplotlib", reason="needs the extra `plot`")
+        out, png = tmp_path / "plan.json", tmp_path / "plan.png"
+        assert cli.main(["plan", str(trace), "--out", str(out), "--plot", str(png)]) == 0
+        assert f"saved to {out}" in capsys.readouterr().out
+        assert Plan.load(out).dims == ("batch",)
+        assert png.read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize("name", ["cost.csv", "cost.json"])
+    def test_plans_by_measured_costs(self, trace, tmp_path, capsys, name):
+        path = tmp_path / name
+        path.write_text("batch,replay_us,eager_us\n1,10,90\n2,20,90\n")
+        if name.endswith("json"):
+            CostModel({"replay": {(1,): 10.0, (2,): 20.0}}).save(path)
+        assert cli.main(["plan", str(trace), "--cost", str(path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["unit"] == "us"
+
+    @pytest.mark.parametrize(
+        ("more", "said"),
+        [
+            (["--dims", "rows"], "no column ['rows']"),
+            (["--cost", "none.csv"], "none.csv"),
+            (["--cost", "none.json"], "none.json"),
+            (["--held-out", "2"], "above 0 and up to 1"),
+            (["--align", "seq=8"], "`align` names ['seq']"),
+            (["--split", "batch"], "pass `cost`"),
+            (["--memory-budget", "2GiB"], "nbytes"),
+        ],
+    )
+    def test_errors_are_one_line_and_status_2(self, trace, capsys, more, said):
+        assert cli.main(["plan", str(trace), *more]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert said in err
+
+    def test_a_missing_trace_gives_status_2(self, capsys):
+        assert cli.main(["plan", "none.csv"]) == 2
+        assert "none.csv" in capsys.readouterr().err
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("content", "said"),
@@ -316,6 +370,9 @@ class TestErrors:
             (["demo", "--rows", "0"], "'0' is no positive integer"),
             (["demo", "--rows", "many"], "'many' is no positive integer"),
             (["dance"], "dance"),
+            (["plan", "a.csv", "--dims", "a,a"], "'a,a' is no list of different columns"),
+            (["plan", "a.csv", "--align", "seq=x"], "'x' is no positive integer"),
+            (["plan", "a.csv", "--memory-budget", "lots"], "'lots' is no size such as 2GiB"),
         ],
     )
     def test_a_command_line_that_does_not_parse_exits_with_2(self, capsys, argv, said):

@@ -9,15 +9,13 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 
 # Top first. A folder is one layer: its files may use each other. "graphcache" is the __init__.
 ORDER = [
-    "__main__", "cli", "demo", "graphcache", "checking", "runtime", "insight", "measuring",
-    "serving", "adapting", "ahead", "miss", "store", "timing", "knowledge", "capture", "route",
-    "splitting",
-    "explain", "facts", "probe", "dimtrial", "callplan", "cache", "graphs", "preflight", "stilled",
-    "otherweights", "generators",
-    "watch", "compiled", "attributes", "holdings", "outside", "hooks", "call", "garbage", "dims",
-    "shadow", "settings", "report", "tracing", "padding", "hazards", "bounds", "hostreads",
-    "storages", "compare", "modes", "signature", "delegate", "planning", "buckets", "cover",
-    "stats",
+    "__main__", "cli", "arguments", "demo", "graphcache", "checking", "runtime", "insight",
+    "measuring", "serving", "adapting", "ahead", "miss", "store", "timing", "knowledge", "capture",
+    "route", "splitting", "explain", "facts", "probe", "dimtrial", "callplan", "cache", "graphs",
+    "preflight", "stilled", "otherweights", "generators", "watch", "compiled", "attributes",
+    "holdings", "outside", "hooks", "call", "garbage", "dims", "shadow", "settings", "report",
+    "tracing", "padding", "hazards", "bounds", "hostreads", "storages", "compare", "modes",
+    "signature", "delegate", "plotting", "planreport", "planning", "buckets", "cover", "stats",
     "errors", "frames", "trials", "reasons", "version",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -193,28 +193,16 @@ class CostModel:
         `capture_ms`, `nbytes`; the endings _us, _ms and _s give the unit.
 
         Raises:
-            GraphCacheError: a missing column, or a value that is no number, with file and line.
+            GraphCacheError: a file that cannot be read, a missing column, or a value that is no
+                number, with file and line.
         """
-        tables: dict[str, dict[Sizes, float]] = {}
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            names = rows.fieldnames or ()
-            columns = {name: known for name in names if (known := _column(name))}
-            if any(dim not in names for dim in dims) or not columns:
-                raise GraphCacheError(
-                    f"{path}: the columns are {list(names)}; it needs {', '.join(dims)} and "
-                    "replay_us, and may have eager_us, capture_ms and nbytes."
-                )
-            for row in rows:
-                try:
-                    sizes = tuple(int(row[dim]) for dim in dims)
-                    for name, (kind, unit) in columns.items():
-                        tables.setdefault(kind, {})[sizes] = float(row[name]) * unit
-                except (TypeError, ValueError) as error:
-                    raise GraphCacheError(
-                        f"{path}:{rows.line_num}: {error}; mend or remove the row."
-                    ) from error
-        return cls(tables, dims)
+        try:
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                return cls(_read_tables(csv.DictReader(file), path, dims), dims)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise GraphCacheError(
+                f"{path}: {error}; pass a CSV file with {', '.join(dims)} and replay_us."
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, with a version."""
@@ -225,11 +213,11 @@ class CostModel:
         """Read what `save` wrote.
 
         Raises:
-            GraphCacheError: not such a file, or of another version.
+            GraphCacheError: no such file, not of this kind, or of another version.
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
-        except (ValueError, KeyError, TypeError, AttributeError, GraphCacheError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, GraphCacheError) as error:
             raise GraphCacheError(
                 f"{path} is no cost model of version {_VERSION} ({error!r}); write one with save()."
             ) from error
@@ -256,6 +244,40 @@ class CostModel:
             for kind, rows in data["tables"].items()
         }
         return cls(tables, data["dims"], data["piece"])
+
+
+def read_costs(path: str | Path, dims: Sequence[str]) -> CostModel:
+    """A cost model from a .json file that `CostModel.save` wrote, or else a CSV table.
+
+    Raises:
+        GraphCacheError: as `CostModel.load` and `CostModel.from_csv`.
+    """
+    if Path(path).suffix == ".json":
+        return CostModel.load(path)
+    return CostModel.from_csv(path, dims)
+
+
+def _read_tables(
+    rows: csv.DictReader[str], path: str | Path, dims: Sequence[str]
+) -> dict[str, dict[Sizes, float]]:
+    names = rows.fieldnames or ()
+    columns = {name: known for name in names if (known := _column(name))}
+    if any(dim not in names for dim in dims) or not columns:
+        raise GraphCacheError(
+            f"{path}: the columns are {list(names)}; it needs {', '.join(dims)} and replay_us, "
+            "and may have eager_us, capture_ms and nbytes."
+        )
+    tables: dict[str, dict[Sizes, float]] = {}
+    for row in rows:
+        try:
+            sizes = tuple(int(row[dim]) for dim in dims)
+            for name, (kind, unit) in columns.items():
+                tables.setdefault(kind, {})[sizes] = float(row[name]) * unit
+        except (TypeError, ValueError) as error:
+            raise GraphCacheError(
+                f"{path}:{rows.line_num}: {error}; mend or remove the row."
+            ) from error
+    return tables
 
 
 def _column(name: str) -> tuple[str, float] | None:

@@ -104,7 +104,7 @@ class Problem:
         What holds no call within the limits is no candidate. Without the cost of eager, every call
         within them must be held, and the limits themselves if they are declared.
         """
-        sizes, weights = self._with_prior()
+        sizes, weights = self.with_prior()
         points, weights, eager, corners = self._merged(sizes, weights)
         wanted = [*self.options.include, *self.options.captured]
         top = self.top(sizes)
@@ -146,7 +146,7 @@ class Problem:
                 rounded[below, axis] = np.minimum(rounded[below, axis], limit)
         return np.asarray(rounded)
 
-    def _with_prior(self) -> tuple[Ints, Floats]:
+    def with_prior(self) -> tuple[Ints, Floats]:
         """Sizes and weights, with some weight on what the sample may have missed: geometric points
         up to the limits. In several dims these weigh as if the dims were independent, each half as
         seen and half even, since a small sample shows its dims sooner than their combinations.

@@ -110,8 +110,8 @@ class TrafficProfile:
         """Read one call a row from the columns named `dims`; other columns are ignored.
 
         Raises:
-            GraphCacheError: a missing column, or a size that is no positive integer, with file and
-                line.
+            GraphCacheError: a file that cannot be read, a missing column, or a size that is no
+                positive integer, with file and line.
         """
         profile = cls(dims)
         for sizes in read_sizes(path, dims):
@@ -220,15 +220,26 @@ def read_sizes(path: str | Path, dims: Sequence[str]) -> Iterable[tuple[int, ...
     Raises:
         GraphCacheError: as `TrafficProfile.from_csv`.
     """
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file)
-        missing = [dim for dim in dims if dim not in (rows.fieldnames or ())]
-        if missing:
-            raise GraphCacheError(
-                f"{path}: no column {missing} among {rows.fieldnames}; name the columns in `dims`."
-            )
-        for row in rows:
-            yield tuple(_positive(row[dim], dim, path, rows.line_num) for dim in dims)
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            yield from _sizes(csv.DictReader(file), path, dims)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise GraphCacheError(
+            f"{path}: {error}; pass a CSV file, one call a row, with the columns "
+            f"{' and '.join(dims)}."
+        ) from error
+
+
+def _sizes(
+    rows: csv.DictReader[str], path: str | Path, dims: Sequence[str]
+) -> Iterable[tuple[int, ...]]:
+    missing = [dim for dim in dims if dim not in (rows.fieldnames or ())]
+    if missing:
+        raise GraphCacheError(
+            f"{path}: no column {missing} among {rows.fieldnames}; name the columns in `dims`."
+        )
+    for row in rows:
+        yield tuple(_positive(row[dim], dim, path, rows.line_num) for dim in dims)
 
 
 def _positive(text: str | None, dim: str, path: str | Path, line: int) -> int:
