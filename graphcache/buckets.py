@@ -56,11 +56,11 @@ _MAX_COVERS = 1024  # combinations of the other dims
 
 
 class BucketSet:
-    """The sorted corners over named dims; `corners` is empty when only exact sizes are served.
+    """The sorted corners over named dims.
 
     Args:
         dims: the dims' names.
-        corners: the buckets.
+        corners: the buckets; None: every size is its own (`exact`); none at all: nothing is held.
         costs: measured costs; None: padded elements count, and a call is cut only where no bucket
             holds it.
 
@@ -70,11 +70,17 @@ class BucketSet:
     """
 
     def __init__(
-        self, dims: tuple[str, ...], corners: Iterable[Bucket] = (), costs: Costs | None = None
+        self,
+        dims: tuple[str, ...],
+        corners: Iterable[Bucket] | None = None,
+        costs: Costs | None = None,
     ) -> None:
         self.dims = dims
+        self.exact = corners is None
         self.costs = costs
-        self.corners = tuple(sorted(set(corners), key=lambda corner: (math.prod(corner), corner)))
+        self.corners = tuple(
+            sorted(set(corners or ()), key=lambda corner: (math.prod(corner), corner))
+        )
         prices = {corner: self.price(corner) for corner in self.corners}
         self._cheapest_first = sorted(self.corners, key=lambda corner: prices[corner])
         self._covers: dict[Any, tuple[list[Bucket], Cover]] = {}
@@ -88,10 +94,6 @@ class BucketSet:
     def __len__(self) -> int:
         return len(self.corners)
 
-    @property
-    def exact(self) -> bool:
-        return not self.corners
-
     def price(self, bucket: Bucket) -> float:
         """The cost of one replay: measured, or the padded elements."""
         return math.prod(bucket) if self.costs is None else self.costs.replay_of(bucket)
@@ -101,8 +103,9 @@ class BucketSet:
         return "exact sizes" if self.exact else f"{'x'.join(self.dims)}={shown}"
 
     def largest(self) -> Bucket:
-        """The largest size of each dim over all corners."""
-        return tuple(max(sizes) for sizes in zip(*self.corners, strict=True))
+        """The largest size of each dim over all corners; 0 without any."""
+        axes = range(len(self.dims))
+        return tuple(max((corner[i] for corner in self.corners), default=0) for i in axes)
 
     def outermost(self) -> list[Bucket]:
         """The corners that no other one holds."""

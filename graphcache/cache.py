@@ -51,6 +51,7 @@ class Entry:
     picky: bool = False
     memos: list[Any] = field(default_factory=list)
     handed_out: bool = False
+    capture_seconds: float = 0.0
     uses: float = 0.0
     last_used: int = 0
     filled_for: Any = None

@@ -51,9 +51,9 @@ class Capturer:
         args, kwargs = reading.call.arguments_with(statics)
         target = self._learner.target
         if self._backend.device.type == "cuda":
-            with self._undone(seen), as_captured():
+            with self.undone(seen), as_captured():
                 target(*args, **kwargs)  # outside all modes: compilation and workspaces happen here
-            with self._undone(seen), as_captured():
+            with self.undone(seen), as_captured():
                 self._backend.check(lambda: target(*args, **kwargs))
         entry = self._capture(lambda: target(*args, **kwargs), statics, key, seen)
         entry.memos = [*seen.kept(), *(t for t in seen.reads if storage_id(t) not in facts.reads)]
@@ -89,14 +89,14 @@ class Capturer:
             )
             return list(made.values())
 
-        with self._undone(seen):
+        with self.undone(seen):
             graph = self._backend.capture(captured)
         nbytes = graph.nbytes + sum(static.untyped_storage().nbytes() for static in statics)
         parts = (key, graph, statics, seen.spec, seen.origins, state, seen.writes, seen.draws)
         return Entry(*parts, nbytes=nbytes)
 
     @contextlib.contextmanager
-    def _undone(self, seen: Observation | Entry) -> Iterator[None]:
+    def undone(self, seen: Observation | Entry) -> Iterator[None]:
         """Undo what a run outside the observer does to state, by what the preflight saw it do."""
         attributes, generators = Attributes(Slots(self._module)), RandomStates(self._backend.device)
         kept = [(storage_bytes(tensor), storage_bytes(tensor).clone()) for tensor in seen.writes]
@@ -119,7 +119,7 @@ class Capturer:
         bucket = entry.key[1]
         real = _half(bucket, facts)
         if real != bucket:
-            with _statics_kept(entry):
+            with statics_kept(entry):
                 turns = (False, True, True)
                 first, second, again = (self._replay(entry, facts, real, turn) for turn in turns)
             steady = all_same(second, again)
@@ -137,7 +137,7 @@ class Capturer:
         """
         device, call, sizes = self._backend.device, reading.call, reading.sizes
         real = [tensor.detach().to(device, copy=True) for tensor in call.tensors]
-        with _statics_kept(entry), self._undone(entry):
+        with statics_kept(entry), self.undone(entry):
             _pad_into(entry.inputs, entry.key[0].inputs, real, facts, sizes, entry.key[1])
             if entry.draws:
                 padded = self._learner.observe(call, [t.clone() for t in entry.inputs], still=True)
@@ -182,7 +182,7 @@ class Capturer:
                 _turn(static, spec, real, bucket)
             for refill in tails(static, spec, real, bucket, fill):
                 refill()
-        with self._undone(entry):
+        with self.undone(entry):
             entry.graph.replay()
             made = dict(enumerate(entry.graph.outputs))
             return [
@@ -223,7 +223,7 @@ def _made(seen: Observation) -> dict[int, Tensor]:
 
 
 @contextlib.contextmanager
-def _statics_kept(entry: Entry) -> Iterator[None]:
+def statics_kept(entry: Entry) -> Iterator[None]:
     """Put the static inputs back: the caller may have been handed them, and may be passing them."""
     kept = [static.clone() for static in entry.inputs]
     entry.filled_for = None

@@ -15,6 +15,8 @@ from typing import Any
 from graphcache.errors import BucketError
 from graphcache.signature import Leaf, Node, Spec
 
+_UNBOUNDED = 2**31  # what torch.export.Dim says where no maximum is given is larger
+
 
 class DynamicDims:
     """The named dynamic dims of a module. `implicit` means: dim 0 of the first tensor, called
@@ -52,8 +54,10 @@ class DynamicDims:
                     f"`dynamic_shapes[{name!r}]` is {entry!r}; say which axes, "
                     f"e.g. {{{name!r}: {{0: {entry!r}}}}}."
                 )
-        found = dict.fromkeys(_names(self._spec))
+        found = dict(_named(self._spec))
         self.names: tuple[str, ...] = ("batch",) if self.implicit else tuple(found)
+        #: The largest size of each, where `torch.export.Dim(name, max=)` declares it.
+        self.limits: tuple[int | None, ...] = tuple(map(found.get, self.names))
         if not self.names:
             raise BucketError(
                 "`dynamic_shapes` names no dim; name one, e.g. {'x': {0: 'batch'}}, or pass None."
@@ -88,14 +92,15 @@ def _entries(entry: Any) -> list[tuple[int, str]]:
     return [(axis, name) for axis, dim in pairs if (name := _dim_name(dim)) is not None]
 
 
-def _names(spec: Any) -> Iterable[str]:
-    """Every dim named anywhere in a spec, in order."""
+def _named(spec: Any) -> Iterable[tuple[str, int | None]]:
+    """Every dim named anywhere in a spec, in order, with the largest size that it declares."""
     if isinstance(spec, Mapping):
-        return itertools.chain.from_iterable(map(_names, spec.values()))
+        return itertools.chain.from_iterable(map(_named, spec.values()))
     if isinstance(spec, (tuple, list)):
-        return itertools.chain.from_iterable(map(_names, spec))
-    name = _dim_name(spec)
-    return [] if name is None else [name]
+        return itertools.chain.from_iterable(map(_named, spec))
+    name, largest = _dim_name(spec), getattr(spec, "max", None)
+    declared = isinstance(largest, int) and largest < _UNBOUNDED
+    return [] if name is None else [(name, largest if declared else None)]
 
 
 def _dim_name(dim: Any) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphcache.ahead import warm
 from graphcache.cache import Key
 from graphcache.call import Call, differences
 from graphcache.errors import Fallback, Finding
@@ -88,7 +89,7 @@ def look(
 def _warm_alone(miss: MissPath, call: Call, bucket: tuple[int, ...]) -> list[Finding]:
     """What stops a capture at one bucket, such as a table that ends before it."""
     try:
-        miss.warm(call, bucket)
+        warm(miss, call, bucket)
     except Fallback as fallback:
         found = fallback.finding()
         return [found._replace(what=f"bucket {bucket}: {found.what}")]

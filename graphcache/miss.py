@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphcache.buckets import parse_buckets
+from graphcache.buckets import BucketSet
 from graphcache.cache import Entry
 from graphcache.call import Binder, Call, Reading, forward_of
 from graphcache.callplan import CallPlan
@@ -27,7 +27,9 @@ from graphcache.frames import told
 from graphcache.graphs import Backend, backend_for, device_of
 from graphcache.knowledge import Knowledge
 from graphcache.modes import Modes
-from graphcache.padding import head, volume
+from graphcache.padding import volume
+from graphcache.planning.cost import CostModel
+from graphcache.planning.plan import bucket_set
 from graphcache.preflight import plain_modes
 from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
@@ -37,6 +39,7 @@ from graphcache.signature import Signature
 from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger
 from graphcache.store import GraphStore
+from graphcache.timing import Stopwatch
 from graphcache.tracing import refuse_capturing, refuse_tracing
 from graphcache.watch import Watch, refuse_hooks, refuse_state
 
@@ -67,9 +70,10 @@ class MissPath:
             raise GraphCacheError(
                 f"`fill` names {strange}; forward's parameters are {list(parameters)}."
             )
-        self.buckets = parse_buckets(settings.buckets, self.dims.names)
+        self.auto = isinstance(settings.buckets, str) and settings.buckets == "auto"
+        self.buckets = bucket_set(settings.buckets, self.dims.names)
         self.watch = Watch(module)
-        self.knowledge = Knowledge(self.dims, self.buckets.exact, settings, self.watch)
+        self.knowledge = Knowledge(self.dims, self.exact, settings, self.watch)
         self.store = GraphStore(self._max_graphs(settings), settings, ledger)
         self._module = module
         self._settings = settings
@@ -91,11 +95,11 @@ class MissPath:
         key = (reading.signature, route.bucket)
         entry = self.store.entry(reading, facts, key, route.why_exact)
         if route.bucket != reading.sizes:
-            self._check_padding(entry, facts, reading)
+            self.check_padding(entry, facts, reading)
             self.store.compare(entry, facts, reading)
-        return self._plan(reading, facts, entry)
+        return self.plan(reading, facts, entry)
 
-    def _check_padding(self, entry: Entry, facts: Facts, reading: Reading) -> None:
+    def check_padding(self, entry: Entry, facts: Facts, reading: Reading) -> None:
         """Try a graph's padding before it is used, at half of its bucket and at the smallest sizes
         that it serves.
         """
@@ -107,11 +111,11 @@ class MissPath:
             max(low, (low + size) // 2) for low, size in zip(lowest, bucket, strict=True)
         )
         smallest, between = (
-            self.knowledge.read(self._resized(reading.call, sizes)) for sizes in (lowest, middle)
+            self.knowledge.read(self.resized(reading.call, sizes)) for sizes in (lowest, middle)
         )
         self.store.check_padding(entry, facts, smallest, between)
 
-    def _plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
+    def plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         _refuse_gaps(reading, entry)
         fills = facts.fills(len(reading.signature.inputs))
         lends = self._settings.outputs == "view"
@@ -123,15 +127,22 @@ class MissPath:
             )
 
     def routed(self, call: Call) -> tuple[Reading, Facts, Route]:
-        """Read a call, learn what it needs, and choose what serves it. Before padding comes the
-        probe.
+        """Read a call, learn what it needs, and choose what serves it."""
+        reading, facts = self.ready(call)
+        return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
+
+    def ready(self, call: Call) -> tuple[Reading, Facts]:
+        """A call, and all that must be known before a bucket serves it: the probe, if it is to be
+        padded.
         """
         reading, facts = self.known(call)
+        if self.auto and self.buckets.exact:
+            raise Fallback(Reason.NOT_ADMITTED, "buckets='auto' has seen too few calls to plan any")
         bucket = self.buckets.choose(reading.sizes)
         if bucket != reading.sizes and facts.dims is None:
             self.store.refuse_sealed()
             facts = self.probed(reading, bucket or self.buckets.largest())
-        return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
+        return reading, facts
 
     def probed(self, reading: Reading, bucket: tuple[int, ...]) -> Facts:
         """Probe at the smallest bucket that tells enough: it is cheaper, and what the module does
@@ -139,7 +150,7 @@ class MissPath:
         """
         sizes_read = self.sizes_read
         if volume(self.buckets.smallest_telling()) < volume(bucket):
-            self._probe_once(reading.call)
+            self.probe_once(reading.call)
         reading, facts = self.known(reading.call)
         if facts.dims is None:
             self.knowledge.probe(reading, facts, bucket)
@@ -170,77 +181,24 @@ class MissPath:
         self.store.refuse_sealed()
         self.store.refuse_signatures(signature)
 
-    # Ahead of calls.
-
-    def try_out(self, call: Call) -> None:
-        """Refuse a sample that eager refuses, or that no call of another size can be made of.
-
-        Raises:
-            Fallback: why.
-        """
-        try:
-            self.known(call)
-        except Fallback as fallback:
-            raised = fallback.reason is Reason.CAPTURE_FAILED and fallback.__cause__ is not None
-            if raised or fallback.reason in (Reason.EMPTY, Reason.UNSUPPORTED_INPUT):
-                raise
-
-    def warmup_sizes(self, sizes: Iterable[Any] | None) -> list[tuple[int, ...]]:
-        """Buckets to capture, largest first: smaller graphs reuse the pool memory of larger ones.
-
-        Raises:
-            BucketError: `sizes` that are no buckets.
-        """
-        wanted = self.buckets if sizes is None else parse_buckets(list(sizes), self.dims.names)
-        strange = [corner for corner in wanted.corners if corner not in self.buckets.corners]
-        if strange and not self.buckets.exact:
-            known = list(self.buckets.corners)
-            raise BucketError(f"warmup sizes {strange} are no buckets; pass some of {known}.")
-        return list(reversed(wanted.corners))
-
-    def warm(self, call: Call, bucket: tuple[int, ...]) -> None:
-        """Capture one bucket for a call's form unless it has a graph, and probe its padding."""
-        if not self.buckets.exact:
-            self._probe_once(call)
-        reading, facts = self.known(self._resized(call, bucket))
-        entry = self.store.entry_ahead(reading, facts, (reading.signature, bucket))
-        if not (self.buckets.exact or facts.unpadded(bucket)):
-            self._check_padding(entry, facts, reading)
-
-    def _probe_once(self, call: Call) -> None:
+    def probe_once(self, call: Call) -> None:
         """Probe at a small bucket, since a probe runs the module a few dozen times; and at the
         largest, if the module does not take small sizes.
         """
         telling, largest = self.buckets.smallest_telling(), self.buckets.corners[-1]
-        reading, facts = self.known(self._resized(call, telling))
+        reading, facts = self.known(self.resized(call, telling))
         if facts.dims is not None:
             return
         self.knowledge.probe(reading, facts, telling)
         found = facts.dims
         if telling != largest and not _neutral(found):
             with contextlib.suppress(Fallback):
-                reading, facts = self.known(self._resized(call, largest))
+                reading, facts = self.known(self.resized(call, largest))
                 self.knowledge.probe(reading, facts, largest)
             if not _neutral(facts.dims):
                 facts.dims = found
 
-    def static_views(self, call: Call, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-        """The heads of a bucket's static inputs, by input name."""
-        reading, facts, route = self.routed(self._resized(call, sizes))
-        if route.bucket is None:
-            limit = ", ".join(map(str, self.buckets.largest()))
-            remedy = f"ask for at most {limit}"
-            raise Fallback(Reason.OVER_MAX, "a call of these sizes is served in pieces", remedy)
-        key = (reading.signature, route.bucket)
-        entry = self.store.entry_ahead(reading, facts, key)
-        if route.bucket != sizes:
-            self._check_padding(entry, facts, reading)
-        entry.handed_out = True
-        pairs = zip(reading.signature.inputs, entry.inputs, strict=True)
-        with plain_modes():
-            return {spec.name: head(static, spec, sizes) for spec, static in pairs}
-
-    def _resized(self, call: Call, sizes: tuple[int, ...]) -> Call:
+    def resized(self, call: Call, sizes: tuple[int, ...]) -> Call:
         self.catch_up()
         self.choose_backend(call)
         resized = self.knowledge.read(call).resized(sizes)
@@ -252,13 +210,27 @@ class MissPath:
     def _max_graphs(self, settings: Settings) -> int:
         return settings.max_graphs or max(_MIN_GRAPHS, len(self.buckets))
 
+    @property
+    def exact(self) -> bool:
+        """Whether calls are served at their own sizes, for want of buckets now and later."""
+        return self.buckets.exact and not self.auto
+
     def rebucket(self, buckets: Any) -> None:
-        self.buckets = parse_buckets(buckets, self.dims.names)
+        self.auto = isinstance(buckets, str) and buckets == "auto"
+        self.adopt(bucket_set(buckets, self.dims.names))
+
+    def adopt(self, buckets: BucketSet) -> None:
+        """Serve by these buckets from now on; graphs of others go."""
+        self.buckets = buckets
         self.store.graphs.maxsize = self._max_graphs(self._settings)
-        self.knowledge.rebucket(self.buckets.exact)
+        self.knowledge.rebucket(self.exact)
         if not self.buckets.exact:
             self.store.keep(frozenset(self.buckets.corners))
         self.store.trim()
+
+    def price(self, costs: CostModel) -> None:
+        """Choose by these costs from now on."""
+        self.buckets = BucketSet(self.dims.names, self.buckets.corners, costs)
 
     # Change and forgetting.
 
@@ -325,8 +297,14 @@ class MissPath:
             trusting, fill = self.knowledge.trusting, self._settings.fill
             learner = Learner(self.target, self._module, self._backend, fill, trusting, self.modes)
             self.knowledge.attach(self._backend, self.modes, learner)
-            self.store.attach(self._backend, Capturer(learner, self._module, self._backend))
-        if self._backend.device.type == "cuda":
+            capturer = Capturer(learner, self._module, self._backend)
+            self.store.attach(self._backend, capturer)
+            self.stopwatch = Stopwatch(capturer, self._backend)
+        self.refuse_capturing()
+
+    def refuse_capturing(self) -> None:
+        """Refuse a caller that is itself capturing."""
+        if self._backend is not None and self._backend.device.type == "cuda":
             refuse_capturing()
 
 

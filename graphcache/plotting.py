@@ -134,6 +134,8 @@ def _scale(axes: Axes, name: str, values: Floats) -> None:
     if values.max() > _WIDE * values.min():
         axis = axes.xaxis if name == "x" else axes.yaxis
         (axes.set_xscale if name == "x" else axes.set_yscale)("log")
-        axis.set_major_locator(LogLocator(subs=(1,) if values.max() > 1000 * values.min() else (1, 2, 5)))
+        axis.set_major_locator(
+            LogLocator(subs=(1,) if values.max() > 1000 * values.min() else (1, 2, 5))
+        )
         axis.set_major_formatter("{x:,.0f}")
         axis.set_minor_formatter(NullFormatter())

@@ -40,9 +40,10 @@ class FallbackReport:
         if self._policy == "raise" and reason not in QUIET:
             kind = CaptureError if reason is Reason.CAPTURE_FAILED else GraphCacheError
             raise kind(f"{text}.") from fallback
-        if (reason, fallback.detail) in self._seen or len(self._seen) >= _MAX_SEEN:
+        told = (reason, "" if reason in QUIET else fallback.detail)  # ordinary ones once each
+        if told in self._seen or len(self._seen) >= _MAX_SEEN:
             return
-        self._seen.add((reason, fallback.detail))
+        self._seen.add(told)
         logger.log(logging.INFO if reason in QUIET else logging.WARNING, "%s", text)
         if self._policy == "warn" and reason not in QUIET:
             warnings.warn(text, RuntimeWarning, stacklevel=user_frame()[1] + 1)

@@ -76,7 +76,9 @@ def _refusal(
 ) -> Fallback:
     asked = ", ".join(f"{d}={n}" for d, n in zip(buckets.dims, sizes, strict=True))
     if eager < math.inf:
-        return Fallback(Reason.CHEAPER_EAGER, f"{asked} takes {eager:,.0f} us eagerly")
+        return Fallback(
+            Reason.CHEAPER_EAGER, f"{asked} takes {eager:,.0f} us eagerly, any bucket more"
+        )
     if facts.uncut is not None:
         return facts.uncut.again()
     largest = ", ".join(f"{d}={n}" for d, n in zip(buckets.dims, buckets.largest(), strict=True))

@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from graphcache import insight
+from graphcache import ahead, insight
+from graphcache.adapting import Adapter
 from graphcache.call import Call
 from graphcache.delegate import Delegate
 from graphcache.errors import Fallback, Finding, GraphCacheError
 from graphcache.explain import Explanation, ProbeReport
 from graphcache.holdings import Holder
+from graphcache.measuring import measure
 from graphcache.miss import MissPath
 from graphcache.padding import Fill
+from graphcache.planning.cost import CostModel
 from graphcache.planning.profile import TrafficProfile
 from graphcache.report import FallbackReport
 from graphcache.serving import Server
@@ -39,7 +41,8 @@ class GraphCache(Delegate):
     Args:
         module: an nn.Module, a bound method of one, or a plain callable.
         buckets: sizes of the one dynamic dim ([8, 16, 32]), a grid by dim name, a list of tuples in
-            the order of the dims, or None: exact sizes, captured while there is room.
+            the order of the dims; a `Plan` or the path of one; "auto": found from the traffic; or
+            None: exact sizes, captured while there is room.
         dynamic_shapes: which axes of which arguments vary, in `torch.export`'s form; dims are
             strings or `torch.export.Dim`. None: one dim "batch", axis 0 of the first tensor and of
             those that follow it.
@@ -132,7 +135,8 @@ class GraphCache(Delegate):
         report = FallbackReport(self._name(), settings.on_fallback)
         watched = owner if isinstance(owner, nn.Module) else Holder(module)
         own["_miss"] = MissPath(module, watched, settings, ledger)
-        own["_server"] = Server(self._miss, ledger, report, Shadow(settings.shadowed))
+        adapter = Adapter(self._miss, ledger, settings.max_graphs, self._name())
+        own["_server"] = Server(self._miss, ledger, report, Shadow(settings.shadowed), adapter)
 
     # The call.
 
@@ -179,19 +183,8 @@ class GraphCache(Delegate):
                 raise GraphCacheError(
                     "warmup() has seen no call yet; pass `sample`, one call's arguments."
                 )
-            wanted = self._miss.warmup_sizes(sizes)
-            if not wanted or self._miss.store.sealed:
-                sealed = "the cache is sealed, for good; make a new one"
-                why = sealed if wanted else "no buckets are given; pass `sizes`"
-                raise GraphCacheError(f"warmup() has nothing to capture: {why}.")
-            for call, bucket in tqdm(
-                [(c, b) for b in wanted for c in calls], "graphcache", disable=not progress
-            ):
-                try:
-                    self._miss.warm(call, bucket)
-                except Fallback as fallback:
-                    self._server.report(fallback)
-            self._miss.wait()
+            wanted = ahead.warmup_sizes(self._miss, sizes)
+            ahead.warm_all(self._miss, calls, wanted, progress, self._server.report)
 
     def seal(self) -> None:
         """Never capture again, for the life of this cache: calls without a graph run eagerly, as
@@ -225,26 +218,10 @@ class GraphCache(Delegate):
             torch.Size([3, 2])
         """
         with self._server.lock, torch.no_grad():
-            calls = [self._call(like)] if like is not None else self._miss.knowledge.examples()
-            if len(calls) != 1:
-                raise GraphCacheError(
-                    f"static_inputs() knows {len(calls)} forms of call; "
-                    "pass `like`, one call's arguments."
-                )
-            wanted = (sizes,) if hasattr(sizes, "__index__") else sizes
-            dims = self._miss.dims.names
-            if not (
-                isinstance(wanted, (list, tuple, range))
-                and len(wanted) == len(dims)
-                and all(hasattr(n, "__index__") for n in wanted)
-                and not any(isinstance(n, (bool, Tensor)) for n in wanted)
-                and min(map(int, wanted)) >= 0
-            ):
-                raise GraphCacheError(
-                    f"`sizes` is {sizes!r}; pass one size for each dynamic dim: {', '.join(dims)}."
-                )
+            call = self._only_call("static_inputs", "like", like)
+            wanted = ahead.read_sizes(sizes, self._miss.dims.names)
             try:
-                return self._miss.static_views(calls[0], tuple(map(int, wanted)))
+                return ahead.static_views(self._miss, call, wanted)
             except Fallback as fallback:
                 why = f"{fallback}; to do: {fallback.remedy}"
                 raise GraphCacheError(f"sizes {sizes} get no graph: {why}.") from fallback
@@ -261,6 +238,16 @@ class GraphCache(Delegate):
         with self._server.lock:
             self._server.drop_plans()
             self._miss.rebucket(plan)
+            self._server.adapter.restart()
+
+    def _only_call(self, what: str, option: str, sample: Any) -> Call:
+        """The sample's call, or the one form that was seen."""
+        calls = [self._call(sample)] if sample is not None else self._miss.knowledge.examples()
+        if len(calls) != 1:
+            raise GraphCacheError(
+                f"{what}() knows {len(calls)} forms of call; pass `{option}`, one call's arguments."
+            )
+        return calls[0]
 
     def _call(self, sample: Any) -> Call:
         args, kwargs = (sample, {}) if isinstance(sample, tuple) else ((), sample)
@@ -268,7 +255,7 @@ class GraphCache(Delegate):
             args, kwargs = (sample,), {}
         try:
             call = Call(self._miss.binder, args, kwargs)
-            self._miss.try_out(call)
+            ahead.try_out(self._miss, call)
             return call
         except Fallback as fallback:
             raise GraphCacheError(
@@ -331,6 +318,24 @@ class GraphCache(Delegate):
         with self._server.lock:
             self._server.settle()
             return self._server.traffic
+
+    @property
+    def costs(self) -> CostModel | None:
+        """The costs that calls are routed by: measured by `CostModel.measure` or
+        `buckets="auto"`, or brought by a plan; None where padded elements count.
+        """
+        costs = self._miss.buckets.costs
+        return costs if isinstance(costs, CostModel) else None
+
+    def _measure(self, sizes: Any, sample: Any, progress: bool) -> CostModel:
+        """For `CostModel.measure`."""
+        with self._server.lock, torch.no_grad():
+            call = self._only_call("CostModel.measure", "sample", sample)
+            self._server.take_back()
+            costs = measure(self._miss, call, sizes, progress)
+            self._server.drop_plans()
+            self._miss.price(costs)
+            return costs
 
     @property
     def module(self) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphcache.adapting import Adapter
 from graphcache.cache import Entry
 from graphcache.callplan import CallPlan
 from graphcache.errors import Fallback
@@ -46,7 +47,12 @@ class Server:
     """
 
     def __init__(
-        self, miss: MissPath, ledger: Ledger, report: FallbackReport, shadow: Shadow
+        self,
+        miss: MissPath,
+        ledger: Ledger,
+        report: FallbackReport,
+        shadow: Shadow,
+        adapter: Adapter,
     ) -> None:
         self.lock = threading.RLock()
         self.ledger = ledger
@@ -56,12 +62,15 @@ class Server:
         self._shadow = shadow
         self._plans: dict[Any, Plan] = {}
         self._lent: list[weakref.ref[Tensor]] = []
+        self.adapter = adapter
         miss.store.forget = self.forget
 
     def call(self, args: Args, kwargs: Kwargs) -> Any:
         """What the module returns for a call, by a replay or eagerly."""
         try:
             with self.lock:
+                if self.ledger.calls >= self.adapter.due:
+                    self.review()
                 if self._shadow.share and self._shadow.due():
                     result = self._shadowed(args, kwargs)
                 else:
@@ -118,7 +127,7 @@ class Server:
         overwrites them.
         """
         if self._lent:
-            self._take_back()
+            self.take_back()
         outputs = plan.run(leaves, lend=whole)
         if plan.lends and whole:
             self._lent = [weakref.ref(output) for output in outputs]
@@ -180,6 +189,15 @@ class Server:
                 self.traffic.record(fallback.sizes)
         return result
 
+    def review(self) -> None:
+        """Let `buckets="auto"` look at the traffic. Before a call, since it replays graphs: results
+        that were lent are over, and those of the call are not there yet.
+        """
+        self.settle()
+        self.take_back()
+        if self.adapter.review(self.traffic):
+            self.drop_plans()
+
     def _shadowed(self, args: Args, kwargs: Kwargs) -> Any:
         """One call, compared with eager. One that differs counts as nothing served: it runs eagerly
         and its key does so from now on.
@@ -199,7 +217,8 @@ class Server:
             raise mismatch
         return result
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
+        """Lent results are over: their memory is about to be overwritten."""
         for ref in self._lent:
             output = ref()
             if output is not None:

@@ -20,6 +20,7 @@ class Stats:
     bytes, seconds.
 
     `captures + replays + eager == calls + extra pieces of splits`; `warmup_captures` counts apart.
+    `replans` counts the changes that `buckets="auto"` made to the buckets.
     `padding_overhead` is padded / real - 1 over the pieces that graphs served.
 
     Example:
@@ -44,6 +45,7 @@ class Stats:
     capture_seconds: float = 0.0
     fallbacks: dict[Reason, int] = field(default_factory=dict)
     per_bucket: dict[Any, int] = field(default_factory=dict)
+    replans: int = 0
 
     def __str__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -77,6 +79,7 @@ class Ledger:
     evictions: int = 0
     recaptures: int = 0
     warmup_captures: int = 0
+    replans: int = 0
     failures: int = 0
     real_elements: int = 0
     padded_elements: int = 0

@@ -78,6 +78,27 @@ class GraphStore:
             self._ledger.warmup_captures += 1
         return found
 
+    @contextlib.contextmanager
+    def borrowed(self, reading: Reading, facts: Facts, key: Key) -> Iterator[Entry]:
+        """The graph of a key, or one captured for the time being, outside the LRU and the counts.
+
+        Raises:
+            Fallback: why there is none.
+        """
+        entry = self.graphs.get(key)
+        if entry is not None:
+            yield entry
+            return
+        self.refuse_failed(facts, key)
+        self.refuse_sealed()
+        started = time.perf_counter()
+        entry = self._build(reading, facts, key)
+        entry.capture_seconds = time.perf_counter() - started
+        try:
+            yield entry
+        finally:
+            self._release(entry)
+
     # Admission.
 
     def refuse_sealed(self) -> None:
@@ -148,6 +169,7 @@ class GraphStore:
             self._evict()
         try:
             entry = self._within_budget(reading, facts, key)
+            entry.capture_seconds = time.perf_counter() - started
         except Fallback as fallback:
             if fallback.reason is not Reason.OUT_OF_MEMORY:
                 facts.failed[key[1]] = fallback.again()

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from graphcache import buckets as buckets_module
 from graphcache.buckets import BucketSet, parse_buckets
 from graphcache.cover import MAX_PIECES
 from graphcache.errors import BucketError, GraphCacheError
@@ -232,3 +234,142 @@ def test_outermost_corners_hold_all_others_and_not_each_other(corners):
 
     assert all(any(holds(large, corner) for large in found) for corner in corners)
     assert not any(holds(a, b) for a, b in itertools.permutations(found, 2))
+
+
+class Priced:
+    """Measured costs, seeded: a price of each bucket and of each eager call."""
+
+    def __init__(self, seed, bumpy, eager=1.5):
+        self.seed, self.bumpy, self.scale = seed, bumpy, eager
+        self.piece = Random(seed).choice([0.0, 2.0, 30.0])
+
+    def replay_of(self, sizes):
+        bump = Random(f"{self.seed} {sizes}").uniform(0.4, 2.5) if self.bumpy else 1.0
+        return (5.0 + math.prod(sizes)) * bump
+
+    def eager_of(self, sizes):
+        return (9.0 + math.prod(sizes)) * self.scale
+
+
+def cheapest_way(corners, costs, sizes, axes):
+    """Brute force: the least cost over buckets, covers of at most 16 pieces, and eager calls."""
+    held = [c for c in corners if all(n <= m for n, m in zip(sizes, c, strict=True))]
+    options = [costs.replay_of(corner) for corner in held]
+    for axis in axes:
+        fits = sorted({
+            corner
+            for corner in corners
+            if all(n <= c for i, (n, c) in enumerate(zip(sizes, corner, strict=True)) if i != axis)
+        })  # fmt: skip
+        options += [
+            sum(map(costs.replay_of, chosen)) + costs.piece * (count - 1)
+            for count in range(1, MAX_PIECES + 1)
+            for chosen in itertools.combinations_with_replacement(fits, count)
+            if sum(corner[axis] for corner in chosen) >= sizes[axis]
+        ]
+    return min([costs.eager_of(sizes), *options]) if options else math.inf
+
+
+class TestMeasuredCosts:
+    def check(self, corners, costs, sizes, axes):
+        """The way costs the least, and is what it costs."""
+        way = BucketSet(("a", "b")[: len(sizes)], corners, costs).way(sizes, axes)
+        assert way.cost == pytest.approx(cheapest_way(set(corners), costs, sizes, axes))
+        if way.pieces:
+            assert [p.start for p in way.pieces] == [0, *(p.stop for p in way.pieces[:-1])]
+            assert way.pieces[-1].stop == sizes[way.axis]
+            spent = sum(costs.replay_of(piece.bucket) for piece in way.pieces)
+            assert way.cost == pytest.approx(spent + costs.piece * (len(way.pieces) - 1))
+            rests = {(*p.bucket[: way.axis], *p.bucket[way.axis + 1 :]) for p in way.pieces}
+            others = (*sizes[: way.axis], *sizes[way.axis + 1 :])
+            assert all(n <= m for rest in rests for n, m in zip(others, rest, strict=True))
+        elif way.bucket is not None:
+            assert way.bucket in corners
+            assert way.cost == costs.replay_of(way.bucket)
+        elif way.cost < math.inf:
+            assert way.cost == costs.eager_of(sizes)
+        return way
+
+    @given(
+        sizes=st.lists(st.integers(1, 25), min_size=1, max_size=3, unique=True),
+        total=st.integers(1, 60),
+        seed=st.integers(0, 10**6),
+        bumpy=st.booleans(),
+        eager=st.sampled_from([0.9, 1.5, 1e6]),
+        axes=st.sampled_from([[], [0]]),
+    )
+    @settings(max_examples=80)
+    def test_in_one_dim_the_way_is_the_cheapest_of_all(
+        self, sizes, total, seed, bumpy, eager, axes
+    ):
+        """Buckets, pieces with their overhead, and eager; bumpy prices too."""
+        self.check([(n,) for n in sizes], Priced(seed, bumpy, eager), (total,), axes)
+
+    @given(
+        corners=st.lists(st.tuples(small_size, small_size), min_size=1, max_size=3),
+        sizes=st.tuples(st.integers(1, 30), st.integers(1, 14)),
+        seed=st.integers(0, 10**6),
+        bumpy=st.booleans(),
+        eager=st.sampled_from([0.9, 1.5, 1e6]),
+        axes=st.sampled_from([[], [0], [1], [0, 1]]),
+    )
+    @settings(max_examples=80)
+    def test_in_two_dims_the_way_is_the_cheapest_of_all(
+        self, corners, sizes, seed, bumpy, eager, axes
+    ):
+        """Along either axis, or both tried."""
+        self.check(corners, Priced(seed, bumpy, eager), sizes, axes)
+
+    def test_of_equal_costs_the_smaller_bucket_is_taken_and_no_pieces(self):
+        """Nor is a call eager that costs the same by a graph."""
+
+        class Flat(Priced):
+            piece = 0.0
+
+            def replay_of(self, sizes):
+                return 8.0
+
+            def eager_of(self, sizes):
+                return 8.0
+
+        flat = Flat.__new__(Flat)
+        buckets = BucketSet(("a",), [(4,), (8,), (16,)], flat)
+        assert [buckets.way((n,), [0]).bucket for n in (3, 4, 5, 16)] == [(4,), (4,), (8,), (16,)]
+        assert len(buckets.way((32,), [0]).pieces) == 0
+        plane = BucketSet(("a", "b"), [(8, 2), (2, 8), (8, 8)], flat)
+        assert plane.way((1, 1)).bucket == (2, 8)
+
+    @given(
+        corners=corners_2d,
+        sizes=st.tuples(small_size, small_size),
+        seed=st.integers(0, 10**6),
+        dim=st.integers(0, 1),
+    )
+    def test_an_unpadded_dim_takes_the_calls_own_size_at_its_price(self, corners, sizes, seed, dim):
+        """The cheapest of the fitted buckets, or eager."""
+        costs = Priced(seed, True)
+        way = BucketSet(("a", "b"), corners, costs).way(sizes, (), frozenset({dim}))
+        fitted = {(sizes[0], c[1]) if dim == 0 else (c[0], sizes[1]) for c in corners}
+        held = [c for c in fitted if sizes[0] <= c[0] and sizes[1] <= c[1]]
+        best = min(map(costs.replay_of, held), default=math.inf)
+        expected = min(best, costs.eager_of(sizes)) if held else math.inf
+        assert way.cost == expected
+        assert way.bucket is None or way.bucket in held
+
+    def test_without_buckets_nothing_is_held(self):
+        """An empty list is not exact sizes."""
+        buckets = BucketSet(("a", "b"), [], Priced(0, False))
+        assert not buckets.exact
+        assert buckets.way((3, 4), [0, 1]).bucket is None
+        assert not buckets.way((3, 4), [0, 1]).pieces
+        assert buckets.largest() == (0, 0)
+        assert BucketSet(("a", "b")).exact
+
+    def test_a_planted_bug_is_found(self, monkeypatch):
+        """Pieces without their overhead: brute force says so."""
+        cover = buckets_module.Cover
+        monkeypatch.setattr(buckets_module, "Cover", lambda rows, costs, _: cover(rows, costs, 0.0))
+        costs = Priced(0, False, 1e6)
+        costs.piece = 2.0
+        with pytest.raises(AssertionError):
+            self.check([(4,), (7,)], costs, (18,), [0])

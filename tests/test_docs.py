@@ -26,8 +26,9 @@ def test_readme_has_code():
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"block{i}" for i in range(len(BLOCKS))])
-def test_readme_code_runs(block):
+def test_readme_code_runs(block, tmp_path, monkeypatch):
     """Each block runs by itself on the CPU, and its assertions hold."""
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 

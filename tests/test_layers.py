@@ -10,13 +10,13 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 # Top first. A folder is one layer: its files may use each other. "graphcache" is the __init__.
 ORDER = [
     "__main__", "cli", "arguments", "demo", "graphcache", "checking", "runtime", "insight",
-    "serving", "miss", "store", "knowledge", "capture", "route", "splitting", "explain",
-    "facts", "probe", "dimtrial", "callplan", "cache", "graphs", "preflight", "stilled",
-    "otherweights", "generators", "watch", "compiled", "attributes", "holdings", "outside",
-    "hooks", "call", "garbage", "dims", "shadow", "settings", "report", "tracing", "padding",
-    "hazards", "bounds", "hostreads", "storages", "compare", "modes", "signature", "delegate",
-    "plotting", "planreport", "planning", "buckets", "cover", "stats", "errors", "frames",
-    "trials", "reasons", "version",
+    "measuring", "serving", "adapting", "ahead", "miss", "store", "timing", "knowledge",
+    "capture", "route", "splitting", "explain", "facts", "probe", "dimtrial", "callplan",
+    "cache", "graphs", "preflight", "stilled", "otherweights", "generators", "watch",
+    "compiled", "attributes", "holdings", "outside", "hooks", "call", "garbage", "dims",
+    "shadow", "settings", "report", "tracing", "padding", "hazards", "bounds", "hostreads",
+    "storages", "compare", "modes", "signature", "delegate", "plotting", "planreport",
+    "planning", "buckets", "cover", "stats", "errors", "frames", "trials", "reasons", "version",
 ]  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

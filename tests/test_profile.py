@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphcache import GraphCacheError, TrafficProfile
+from graphcache.planning import profile as planning
 
 counts = st.dictionaries(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 5))
 
@@ -124,3 +126,102 @@ def test_sizes_and_merges_of_other_dims_are_refused():
         profile.record(5)
     with pytest.raises(GraphCacheError, match=r"cannot merge dims \('batch',\) into"):
         profile.merge(TrafficProfile())
+
+
+calls = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=30)
+
+
+def decayed(recorded, half_life):
+    """Each call's weight at the end, one by one: it halves in each half-life."""
+    total, counts = sum(count for _, count in recorded), {}
+    seen = 0
+    for size, count in recorded:
+        seen += count
+        counts[(size,)] = counts.get((size,), 0) + count * 0.5 ** ((total - seen) / half_life)
+    return counts
+
+
+def recording(recorded, half_life):
+    profile = TrafficProfile(half_life=half_life)
+    for size, count in recorded:
+        profile.record(size, count)
+    return profile
+
+
+@given(recorded=calls, half_life=st.sampled_from([0.7, 3, 10, 4000]))
+def test_earlier_calls_count_less(recorded, half_life):
+    """By half in each half-life, as if every call were weighed anew; what counts nothing may go."""
+    profile = recording(recorded, half_life)
+    expected = decayed(recorded, half_life)
+    assert profile.total == pytest.approx(sum(expected.values()))
+    for key, count in expected.items():
+        assert profile.counts.get(key, 0) == pytest.approx(count, rel=1e-6, abs=1e-5)
+
+
+@given(a=calls, b=calls)
+def test_merging_adds_decayed_counts_as_they_are_now(a, b):
+    """Whatever half-life each has; the total too."""
+    one, other = recording(a, 5), recording(b, 2)
+    before = one.counts
+    one.merge(other)
+    for key in {*before, *other.counts}:
+        together = before.get(key, 0) + other.counts.get(key, 0)
+        assert one.counts[key] == pytest.approx(together)
+    plain = TrafficProfile()
+    plain.merge(other)
+    assert plain.counts == pytest.approx(other.counts)
+
+
+@given(recorded=calls)
+def test_a_decaying_profile_goes_on_after_a_file(recorded, tmp_path_factory):
+    """Counts, half-life, and what later calls do to them."""
+    path = tmp_path_factory.mktemp("profile") / "p.json"
+    profile = recording(recorded, 6)
+    profile.save(path)
+    again = TrafficProfile.load(path)
+    assert again.half_life == 6
+    assert again.counts == pytest.approx(profile.counts)
+    for kept in (profile, again):
+        kept.record(2, 5)
+    assert again.counts == pytest.approx(profile.counts)
+
+
+def test_long_streams_of_a_short_half_life_stay_finite():
+    """Over a million half-lives only the last calls count, and old sizes go."""
+    profile = TrafficProfile(half_life=0.5)
+    for step in range(20_000):
+        profile.record(1 + step % 50)
+    profile.record(60, 10**7)
+    profile.record(61)
+    assert len(profile) <= 60
+    assert profile.counts[(61,)] == 1
+    assert profile.counts[(60,)] == pytest.approx(10**7 / 4)
+    assert profile.total == pytest.approx(1 + 10**7 / 4)
+
+
+def test_a_csv_has_decayed_counts_rounded(tmp_path):
+    """A call of less than half is no row."""
+    profile = TrafficProfile(half_life=1)
+    profile.record(3, 4)
+    profile.record(5)
+    profile.record(7)
+    assert profile.counts == {(3,): 1, (5,): 0.5, (7,): 1}
+    profile.record(7)
+    profile.to_csv(tmp_path / "p.csv")
+    assert TrafficProfile.from_csv(tmp_path / "p.csv").counts == {(7,): 2}
+
+
+@pytest.mark.parametrize("half_life", [0, -1, float("nan")])
+def test_a_half_life_that_is_none_is_refused(half_life):
+    """It says what to pass."""
+    with pytest.raises(GraphCacheError, match="pass a positive number of calls, or None"):
+        TrafficProfile(half_life=half_life)
+
+
+def test_a_mapping_is_a_profile():
+    """Of ints or tuples, numpy's too; named by its dims unless names are given."""
+    assert planning.profile_of({3: 2, (5,): 1}).counts == {(3,): 2, (5,): 1}
+    assert planning.profile_of({(np.int64(3), 4): 2}).dims == ("dim0", "dim1")
+    assert planning.profile_of({np.int64(3): 2}, ("rows",)).dims == ("rows",)
+    profile = TrafficProfile()
+    assert planning.profile_of(profile) is profile

@@ -18,6 +18,7 @@ def test_the_fields_are_the_designs():
         "calls", "captures", "replays", "eager", "splits", "evictions", "recaptures",
         "warmup_captures", "failures", "real_elements", "padded_elements", "padding_overhead",
         "graphs", "graph_bytes", "capture_seconds", "fallbacks", "per_bucket",
+            "replans",
     ]  # fmt: skip
 
 

@@ -45,6 +45,8 @@ class Backend(Protocol):
     """Captures and orders graphs of one device, in one pool of memory."""
 
     device: torch.device
+    saves_launches: bool
+    """Whether a replay can be cheaper than eager, so that the two are worth comparing."""
 
     def enter(self) -> None:
         """Order the current stream after the last one that used the static memory."""
@@ -96,6 +98,10 @@ class Backend(Protocol):
 
     def pool_bytes(self) -> int:
         """Reserved bytes of the pool."""
+        ...
+
+    def timed(self, run: Callable[[], object], times: int) -> float:
+        """Seconds of one run, of so many back to back on the current stream. Waits for them."""
         ...
 
 

@@ -56,6 +56,8 @@ class CudaBackend:
     Not thread-safe: the cache's lock guards it, and the process's capture lock guards captures.
     """
 
+    saves_launches = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -219,6 +221,15 @@ class CudaBackend:
         segmentation fault (torch 2.11), which leaving out the calls, and only that, cured.
         """
         return self._pool_bytes
+
+    def timed(self, run: Callable[[], object], times: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / times
 
 
 def _bury() -> None:

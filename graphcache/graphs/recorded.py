@@ -9,6 +9,7 @@ replay costs about what eager costs.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,8 @@ def _refuse(reason: Reason, what: str) -> None:
 class RecordedBackend:
     """Records on the CPU. Its pool is the sum of what its graphs hold."""
 
+    saves_launches = False
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._live: dict[int, int] = {}
@@ -189,6 +192,12 @@ class RecordedBackend:
 
     def pool_bytes(self) -> int:
         return sum(self._live.values())
+
+    def timed(self, run: Callable[[], object], times: int) -> float:
+        started = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - started) / times
 
 
 def _frozen(value: Any) -> Any:

@@ -40,7 +40,8 @@ def within_budget(
         total: the cost of a set; None: `demand.total`.
 
     Raises:
-        GraphCacheError: a budget without known bytes, or too small for what must be included.
+        GraphCacheError: a budget without known bytes, or too small for what must be included, or
+            for all calls where eager's cost is not known.
     """
     budget = problem.options.memory_budget
     if budget is None:
@@ -58,7 +59,15 @@ def within_budget(
     if float(nbytes[unbounded].sum()) <= budget:
         return unbounded
     chosen = _priced(demand, best, nbytes, budget)
-    return _at_the_edge(demand, chosen, nbytes, budget, most, total or demand.total)
+    chosen = _at_the_edge(demand, chosen, nbytes, budget, most, total or demand.total)
+    held = demand.holds()
+    lost = held[:, unbounded].any(axis=1) & ~held[:, chosen].any(axis=1)
+    if not problem.eager_known and lost.any():
+        raise GraphCacheError(
+            f"`memory_budget` of {budget:,.0f} bytes has no room for graphs that hold every call; "
+            "raise it, or pass the costs of eager calls."
+        )
+    return chosen
 
 
 def _priced(demand: Demand, best: Callable[[Demand], Ints], nbytes: Floats, budget: float) -> Ints:

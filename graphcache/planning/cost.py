@@ -104,6 +104,40 @@ class CostModel:
         known = ", ".join(f"{kind}: {len(table)} sizes" for kind, table in self.tables.items())
         return f"CostModel({', '.join(self.dims)}; {known})"
 
+    @staticmethod
+    def measure(
+        cache: Any, sizes: Any = None, *, sample: Any = None, progress: bool = True
+    ) -> CostModel:
+        """Time a `GraphCache`'s module on its device; from then on the cache routes by the result.
+
+        Replays are timed with their copies in and out, and eager calls, by CUDA events on a GPU:
+        the median of several runs, warmed. Graphs that exist are used; others are captured for the
+        time being. Whatever the module changes is undone. Captures count as their median. Waits for
+        the device. The CPU recorder saves no launches, so there eager is not timed.
+
+        Args:
+            cache: whose module.
+            sizes: those to measure, in any form that `buckets` takes; between them costs are
+                interpolated. None: geometric levels up to the largest bucket, nine in one dim, five
+                per dim in two.
+            sample: one call's arguments, as in `warmup`; None: the one form of call seen so far.
+            progress: show a progress bar.
+
+        Raises:
+            GraphCacheError: no sizes and no buckets, no form of call or several, or no size that
+                gets a graph.
+
+        Example:
+            >>> import torch
+            >>> from graphcache import GraphCache
+            >>> fast = GraphCache(torch.nn.Linear(4, 2).eval(), buckets=[8, 16])
+            >>> cost = CostModel.measure(fast, sample=torch.ones(1, 4), progress=False)
+            >>> cost.knows("replay"), fast.costs is cost
+            (True, True)
+        """
+        measured: CostModel = cache._measure(sizes, sample, progress)
+        return measured
+
     @classmethod
     def from_table(
         cls,

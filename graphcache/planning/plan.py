@@ -89,12 +89,13 @@ class Plan:
             GraphCacheError: anything else.
         """
         wanted = corner_of(sizes)
-        if len(wanted) != len(self.dims) or not all(size >= 1 for size in wanted):
+        positive = all(isinstance(size, int) and size >= 1 for size in wanted)
+        if len(wanted) != len(self.dims) or not positive:
             raise GraphCacheError(
                 f"sizes {sizes!r} for the dims {', '.join(self.dims)}; pass a positive one for "
                 "each."
             )
-        way = self.way(tuple(map(int, wanted)))
+        way = self.way(wanted)
         if way.pieces:
             return [_plain(piece.bucket) for piece in way.pieces]
         return None if way.bucket is None else _plain(way.bucket)
@@ -133,6 +134,7 @@ class Plan:
 
         Raises:
             BucketError: a list that is none.
+            GraphCacheError: traffic of other dims, or without calls.
 
         Example:
             >>> from graphcache import plan_buckets
@@ -140,7 +142,9 @@ class Plan:
             >>> [score.graphs for score in plan.compare({"mine": [16]})][:2]
             [2, 1]
         """
-        seen = self.traffic if traffic is None else profile_of(traffic, self.dims)
+        seen = self.traffic if traffic is None else self._traffic_of(traffic)
+        if not seen.total > 0:
+            raise GraphCacheError("the traffic has no calls; record some first.")
         sizes = np.array(list(seen.counts), dtype=np.int64)
         weights = np.array(list(seen.counts.values()), dtype=np.float64)
         axes = [] if self.options.split is None else [self.dims.index(self.options.split)]
@@ -168,14 +172,32 @@ class Plan:
             traffic: the new traffic.
             horizon: calls over which a capture must pay; None: as before.
             captured: buckets that have graphs; None: this plan's.
+
+        Raises:
+            GraphCacheError: traffic of other dims or without calls, a horizon that is not positive.
+            BucketError: `captured` that is no list of buckets.
         """
-        present = self.corners if captured is None else map(corner_of, captured)
+        if horizon is not None and not horizon > 0:
+            raise GraphCacheError(f"`horizon` is {horizon!r}; pass a positive number.")
+        present = self.corners
+        if captured is not None:
+            given = list(captured)
+            present = parse_buckets(given, self.dims).corners if given else ()
         options = replace(
             self.options,
             captured=tuple(sorted(set(present))),
             horizon=self.options.horizon if horizon is None else horizon,
         )
-        return make_plan(profile_of(traffic, self.dims), self.costs, options)
+        return make_plan(self._traffic_of(traffic), self.costs, options)
+
+    def _traffic_of(self, traffic: TrafficProfile | Mapping[Any, float]) -> TrafficProfile:
+        seen = profile_of(traffic, self.dims)
+        if seen.dims != self.dims:
+            raise GraphCacheError(
+                f"the traffic has the dims {', '.join(seen.dims)}, the plan "
+                f"{', '.join(self.dims)}; use the same names in the same order."
+            )
+        return seen
 
     def save(self, path: str | Path) -> None:
         """Write as JSON with a version, the costs and the traffic included."""
@@ -203,11 +225,16 @@ class Plan:
             data: dict[str, Any] = json.loads(Path(path).read_text())
             if data["version"] != _VERSION:
                 raise ValueError(f"version {data['version']}")
+            dims, buckets = tuple(data["dims"]), _tuples(data["buckets"])
+            costs = data["costs"] and CostModel.from_json(data["costs"])
+            traffic = TrafficProfile.from_json(data["traffic"])
+            if dims != traffic.dims or (costs and costs.dims != dims):
+                raise ValueError("the dims differ")
             return cls(
-                tuple(data["dims"]),
-                _tuples(data["buckets"]),
-                data["costs"] and CostModel.from_json(data["costs"]),
-                TrafficProfile.from_json(data["traffic"]),
+                dims,
+                tuple(sorted(parse_buckets(buckets, dims).corners)) if buckets else (),
+                costs,
+                traffic,
                 _options(data["options"]),
                 float(data["total"]),
                 float(data["lower_bound"]),
@@ -266,12 +293,15 @@ def bucket_set(buckets: Any, dims: tuple[str, ...]) -> BucketSet:
             f"the plan is for the dims {', '.join(buckets.dims)}, `dynamic_shapes` names "
             f"{', '.join(dims)}; use the same names in the same order."
         )
+    if not buckets.corners:  # eager is the cheapest for all; one bucket, for them to be routed past
+        largest = tuple(max(sizes) for sizes in zip(*buckets.traffic.counts, strict=True))
+        return BucketSet(dims, [largest], buckets.costs)
     return buckets.bucket_set
 
 
 def _options(data: Mapping[str, Any]) -> Options:
     lists = {name: tuple(data[name]) for name in ("align", "limits")}
-    buckets = {name: _tuples(data[name]) for name in ("include", "captured")}
+    buckets = {name: _tuples(data[name]) for name in ("include", "captured", "exclude")}
     return Options(**{**data, **lists, **buckets})
 
 

@@ -19,8 +19,8 @@ from graphcache.planning.demand import Demand, Floats, Ints
 from graphcache.planning.profile import TrafficProfile
 from graphcache.stats import Bucket
 
-_MOST_POINTS = 1000
-_MOST_CORNERS = 3000
+_MOST_POINTS, _MOST_CORNERS = 1000, 3000
+_FEW_POINTS, _FEW_CORNERS = 150, 400  # for a quick plan
 _UNHELD = 100.0  # times the dearest bucket: what is not to be left out
 _PRIOR = {1: (32, 64)}  # by dims: the calls that it counts for, and its points per dim
 _PRIOR_OF_SEVERAL = (64, 6)
@@ -30,7 +30,8 @@ _PRIOR_OF_SEVERAL = (64, 6)
 class Options:
     """What a plan must keep to, by the names of `plan_buckets`; per-dim values in the dims' order.
 
-    `captured`: buckets whose capture is paid already.
+    `captured`: buckets whose capture is paid already. `exclude`: buckets that cannot be captured.
+    `quick`: plan within a few milliseconds, on coarser sizes, without a bound.
     """
 
     max_graphs: int
@@ -44,6 +45,8 @@ class Options:
     grid: bool
     seed: int
     captured: tuple[Bucket, ...] = ()
+    exclude: tuple[Bucket, ...] = ()
+    quick: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +72,7 @@ class Problem:
     @classmethod
     def of(cls, profile: TrafficProfile, cost: CostModel | None, options: Options) -> Problem:
         """Raises GraphCacheError where there is no traffic."""
-        counts = profile.counts
+        counts = {sizes: count for sizes, count in profile.counts.items() if count > 0}
         if not counts:
             raise GraphCacheError("the profile has no calls; record some traffic first.")
         sizes = np.array(list(counts), dtype=np.int64)
@@ -104,8 +107,9 @@ class Problem:
         sizes, weights = self.with_prior()
         points, weights, eager, corners = self._merged(sizes, weights)
         wanted = [*self.options.include, *self.options.captured]
-        top = self._top(sizes)
-        corners = np.unique(np.array([*corners.tolist(), *wanted, top], dtype=np.int64), axis=0)
+        top = self.top(sizes)
+        options = {*map(tuple, corners.tolist()), *wanted, top} - set(self.options.exclude)
+        corners = np.array(sorted(options or {top}), dtype=np.int64)
         costs = self.price(corners)
         if len(self.dims) > 1:
             order = np.argsort(np.prod(corners, axis=1, dtype=np.float64), kind="stable")
@@ -126,7 +130,7 @@ class Problem:
         limits = [math.inf if limit is None else limit for limit in self.options.limits]
         return np.asarray(sizes[np.all(sizes <= np.array(limits), axis=1)])
 
-    def _top(self, sizes: Ints) -> Bucket:
+    def top(self, sizes: Ints) -> Bucket:
         """The declared limits; of dims without one the largest size."""
         within = self._within(sizes)
         largest = self._rounded(within, self.options.align).max(axis=0, initial=1)
@@ -153,7 +157,7 @@ class Problem:
         within = self._within(self.sizes)
         low = within.min(axis=0, initial=int(self.sizes.max()))
         axes, shares = [], np.ones(1)
-        for axis, stop in enumerate(self._top(self.sizes)):
+        for axis, stop in enumerate(self.top(self.sizes)):
             start = min(int(low[axis]), stop)
             levels = np.unique(np.geomspace(start, stop, count).round().astype(np.int64))
             even = np.full(len(levels), 1 / len(levels))
@@ -178,13 +182,15 @@ class Problem:
         if len(self.dims) == 1:
             points, weights, eager = _merge(sizes, sizes, weights, self._eager(sizes))
             return points, weights, eager, self._rounded(self._within(points), align)
+        quick = self.options.quick
+        most_points = _FEW_POINTS if quick else _MOST_POINTS
+        most_corners = _FEW_CORNERS if quick else _MOST_CORNERS
         while True:
             rounded = self._rounded(sizes, align)
             points, merged, eager = _merge(rounded, sizes, weights, self._eager(sizes))
             inside = self._within(points)
-            few = len(points) <= _MOST_POINTS
-            corners = self._candidates(inside) if few else None
-            if corners is not None and len(corners) <= _MOST_CORNERS:
+            corners = self._candidates(inside) if len(points) <= most_points else None
+            if corners is not None and len(corners) <= most_corners:
                 return points, merged, eager, corners
             finest = int(np.argmax([len(np.unique(axis)) for axis in points.T]))
             align[finest] *= 2

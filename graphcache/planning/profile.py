@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,8 @@ def profile_of(
     )
     made = TrafficProfile(names)
     for key, count in zip(sizes, profile.values(), strict=True):
-        if not all(isinstance(n, int) and n >= 1 for n in key) or not count >= 0:
+        positive = all(isinstance(n, int) and n >= 1 for n in key)
+        if not positive or not 0 <= count < math.inf:
             raise GraphCacheError(
                 f"`profile` has {count!r} calls of sizes {key}; pass positive sizes and counts."
             )
@@ -207,7 +209,9 @@ def profile_of(
 
 def corner_of(key: Any) -> tuple[int, ...]:
     """Sizes as a tuple; an int is short for one of them."""
-    return (int(key),) if hasattr(key, "__index__") else tuple(key)
+    if not isinstance(key, (tuple, list)):
+        key = (key,)
+    return tuple(operator.index(n) if hasattr(n, "__index__") else n for n in key)
 
 
 def read_sizes(path: str | Path, dims: Sequence[str]) -> Iterable[tuple[int, ...]]:

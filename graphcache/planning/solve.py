@@ -16,7 +16,7 @@ from graphcache.planning.line import best_sets
 from graphcache.planning.pieces import SplitDemand
 from graphcache.planning.problem import Problem
 
-_PERTURBATIONS = 20
+_PERTURBATIONS, _FEW = 20, 2  # the few of a quick plan
 _UNITS = 256  # of rows, in one dim
 _ROWS, _OTHERS = 32, 12  # candidates of a split in several dims
 
@@ -44,7 +44,12 @@ def solve(problem: Problem) -> Solution:
     """
     _refuse(problem)
     demand = problem.demand()
-    most = max(problem.options.max_graphs, 1)
+    most = problem.options.max_graphs
+    if int(demand.forced.sum()) > most:
+        raise GraphCacheError(
+            f"the buckets of `include` and of `limits` are {int(demand.forced.sum())}, "
+            f"`max_graphs` is {most}; raise it."
+        )
     if problem.options.split is not None:
         return _split(problem, demand, most)
     if problem.options.grid and len(problem.dims) > 1:
@@ -78,20 +83,25 @@ def _line(problem: Problem, demand: Demand, most: int) -> Solution:
         return best_sets(priced, most)[-1]
 
     free = replace(demand, nodes=np.zeros_like(demand.nodes))
-    curve = tuple(demand.serving(chosen) for chosen in best_sets(free, most)[1:])
+    sets = [] if problem.options.quick else best_sets(free, most)[1:]
+    curve = tuple(demand.serving(each) for each in sets)
     chosen = within_budget(problem, demand, best, best(demand), most)
     return Solution(demand.corners[chosen], demand.total(chosen), demand.total(best(demand)), curve)
 
 
 def _boxes(problem: Problem, demand: Demand, most: int) -> Solution:
+    quick = problem.options.quick
     merged = problem.starts(demand, most)
 
     def best(priced: Demand) -> Ints:
         grown = boxes.greedy(priced, most)
         starts = [grown[-1], merged[-1]]
-        return boxes.search(priced, most, starts, problem.options.seed, _PERTURBATIONS)
+        tries = _FEW if quick else _PERTURBATIONS
+        return boxes.search(priced, most, starts, problem.options.seed, tries)
 
     chosen = within_budget(problem, demand, best, found := best(demand), most)
+    if quick:
+        return Solution(demand.corners[chosen], demand.total(chosen), 0.0, ())
     bound = boxes.lower_bound(demand, most, demand.total(found))
     free = replace(demand, nodes=np.zeros_like(demand.nodes))
     nested = zip(boxes.greedy(free, most), merged, strict=True)
@@ -146,7 +156,7 @@ def _split(problem: Problem, demand: Demand, most: int) -> Solution:
         rest=at.reshape(-1),
         weights=demand.weights,
         eager=demand.eager,
-        corner_rows=corners[:, axis] // unit,
+        corner_rows=np.maximum(corners[:, axis] // unit, 1),
         corner_holds=holds,
         costs=problem.price(corners),
         nodes=problem.nodes(corners),
@@ -173,15 +183,21 @@ def _split(problem: Problem, demand: Demand, most: int) -> Solution:
 
 
 def _split_corners(problem: Problem, demand: Demand, axis: int, unit: int) -> Ints:
-    """Multiples of the unit, with the sizes of the other dims that a plan without pieces has."""
+    """Multiples of the unit within the limit, with the sizes of the other dims that a plan without
+    pieces has; and the buckets that must be there, or are.
+    """
     rows = np.unique(-(-demand.corners[:, axis] // unit)) * unit
     rows = np.unique(np.concatenate([rows, np.arange(unit, int(rows.max()) + 1, unit)]))
+    rows = np.unique(np.minimum(rows, problem.options.limits[axis] or rows.max()))
+    wanted = [*problem.options.include, *problem.options.captured]
+    fixed = np.array(wanted, dtype=np.int64).reshape(-1, len(problem.dims))
     if len(problem.dims) == 1:
-        return rows[:, None]
+        return np.unique(np.concatenate([rows[:, None], fixed]), axis=0)
     others = np.unique(np.delete(demand.corners, axis, axis=1), axis=0)
     volume = np.prod(others, axis=1, dtype=np.float64)
     order = np.argsort(volume, kind="stable")
     at = np.unique(np.linspace(0, len(others) - 1, _OTHERS).round().astype(int))
     others = others[order[at]]
     found = np.repeat(others, len(rows), axis=0)
-    return np.insert(found, axis, np.tile(rows, len(others)), axis=1)
+    found = np.insert(found, axis, np.tile(rows, len(others)), axis=1)
+    return np.unique(np.concatenate([found, fixed]), axis=0)
