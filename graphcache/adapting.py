@@ -116,7 +116,7 @@ class Adapter:
         self._failed |= failed_for(self._miss, calls[0])
         plan = self._planner.plan(costs, captured, self._captures(), self._failed)
         if plan is None or not plan.corners:
-            return BucketSet(present.dims, present.corners, costs)
+            return present.priced(costs)
         return plan.bucket_set
 
     def _captures(self) -> int:

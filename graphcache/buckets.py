@@ -91,6 +91,10 @@ class BucketSet:
             for i, _ in enumerate(self._sizes)
         ]
 
+    def priced(self, costs: Costs) -> BucketSet:
+        """The same buckets under other costs."""
+        return BucketSet(self.dims, None if self.exact else self.corners, costs)
+
     def __len__(self) -> int:
         return len(self.corners)
 

@@ -230,7 +230,7 @@ class MissPath:
 
     def price(self, costs: CostModel) -> None:
         """Choose by these costs from now on."""
-        self.buckets = BucketSet(self.dims.names, self.buckets.corners, costs)
+        self.buckets = self.buckets.priced(costs)
 
     # Change and forgetting.
 

@@ -94,3 +94,24 @@ def test_half_precision_in_the_process(example, tmp_path, capsys):
     folder = example.packaged_model()
     assert example.main([str(file), "--half", "--model", str(folder)]) == 0
     assert "within 1e-02" in capsys.readouterr().out
+
+
+def test_plans_from_its_own_traffic_and_starts_again_from_the_file(tmp_path):
+    """Padding falls with fewer graphs; every result is eager's within rounding."""
+    script = ROOT / "examples" / "plan_from_traffic.py"
+    done = subprocess.run(
+        [sys.executable, script, "--calls", "60", "--plan", tmp_path / "plan.json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if "from" in line}
+    by_habit, planned = lines["by"][2], lines["planned"][1]
+    assert float(planned.rstrip("%")) < float(by_habit.rstrip("%"))
+    assert lines["restarted"][1] == planned
+    assert done.stdout.rstrip().endswith("16 graphs, 0 eager runs")
+    for line in lines.values():
+        assert float(line[line.index("from") - 1]) < 1e-5
+    assert (tmp_path / "plan.json").exists()

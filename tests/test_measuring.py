@@ -177,3 +177,14 @@ def test_a_plan_that_wants_no_graph_runs_eagerly(device):
         for n in (3, 9):
             cache(torch.randn(n, 16, device=device))
     assert cache.stats().fallbacks == {Reason.CHEAPER_EAGER: 2}
+
+
+def test_exact_sizes_stay_exact_when_priced(device):
+    """A cache without buckets can be measured too."""
+    cache = GraphCache(net(device), dynamic_shapes={"input": {0: "batch"}})
+    CostModel.measure(cache, [4, 8], sample=ones(1, device), progress=False)
+    with torch.no_grad():
+        for _ in range(4):
+            cache(ones(4, device))
+    assert cache._miss.buckets.exact
+    assert "over-max" not in cache.stats().fallbacks

@@ -162,7 +162,7 @@ class CostModel:
             365.0
         """
         tables = {
-            kind: {(key,) if isinstance(key, int) else tuple(key): v for key, v in table.items()}
+            kind: {_sizes(key): v for key, v in table.items()}
             for kind, table in {"replay": replay, **others}.items()
         }
         return cls(tables, dims, piece)
@@ -286,6 +286,10 @@ def _column(name: str) -> tuple[str, float] | None:
         if name == kind + ending and (kind != "nbytes" or not ending):
             return kind, unit
     return None
+
+
+def _sizes(key: Any) -> Sizes:
+    return (int(key),) if hasattr(key, "__index__") else tuple(map(int, key))
 
 
 def _thinned(values: Sequence[int], most: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -75,14 +76,13 @@ def plan_buckets(
         raise GraphCacheError(f"`prior` is {prior!r}; pass 'auto' or None.")
     if split is not None and split not in dims:
         raise GraphCacheError(f"`split` is {split!r}; pass one of {', '.join(dims)}, or None.")
-    if not isinstance(max_graphs, int) or max_graphs < 1:
-        raise GraphCacheError(f"`max_graphs` is {max_graphs!r}; pass an integer of at least 1.")
+    most = _positive("max_graphs", max_graphs)
     for name, value in (("horizon", horizon), ("memory_budget", memory_budget)):
         if value is not None and not value > 0:
             raise GraphCacheError(f"`{name}` is {value!r}; pass a positive number.")
     wanted = list(include)
     options = Options(
-        max_graphs=max_graphs,
+        max_graphs=most,
         memory_budget=memory_budget,
         horizon=horizon,
         align=tuple(size or 1 for size in _per_dim("align", align, dims)),
@@ -99,14 +99,24 @@ def plan_buckets(
 def _per_dim(
     name: str, value: int | Mapping[str, int] | None, dims: Sequence[str]
 ) -> tuple[int | None, ...]:
-    given = value if isinstance(value, Mapping) else dict.fromkeys(dims, value)
+    given: Mapping[str, Any] = value if isinstance(value, Mapping) else dict.fromkeys(dims, value)
     strange = set(given) - set(dims)
     if strange:
         raise GraphCacheError(f"`{name}` names {sorted(strange)}; the dims are {', '.join(dims)}.")
     for dim, size in given.items():
-        if size is not None and not (isinstance(size, int) and size >= 1):
-            raise GraphCacheError(f"`{name}` of {dim} is {size!r}; pass a positive integer.")
-    return tuple(given.get(dim) for dim in dims)
+        if size is not None:
+            _positive(f"{name} of {dim}", size)
+    return tuple(None if given.get(dim) is None else int(given[dim]) for dim in dims)
+
+
+def _positive(name: str, value: Any) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise GraphCacheError(f"`{name}` is {value!r}; pass an integer of at least 1.")
+    return number
 
 
 def _model(cost: Cost | None, traffic: TrafficProfile, options: Options) -> CostModel | None:
@@ -114,6 +124,11 @@ def _model(cost: Cost | None, traffic: TrafficProfile, options: Options) -> Cost
         return cost
     if isinstance(cost, Mapping):
         return CostModel.from_table(cost, traffic.dims)
+    if not callable(cost):
+        raise GraphCacheError(
+            f"`cost` is {cost!r}; pass a CostModel, a mapping or a function from buckets to "
+            "microseconds, or None."
+        )
     aligned = [
         tuple(-(-size // step) * step for size, step in zip(sizes, options.align, strict=True))
         for sizes in traffic.counts
