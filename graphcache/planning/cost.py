@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 
 from graphcache.errors import GraphCacheError
-from graphcache.planning.demand import Floats, Ints
+from graphcache.planning.demand import Floats
+from graphcache.planning.surface import Sizes, surface
 
 _VERSION = 1
 _KINDS = ("replay", "eager", "capture", "nbytes")
 _UNITS = {"": 1.0, "_us": 1.0, "_ms": 1e3, "_s": 1e6}
 _MOST_ASKED = 4096
 _PIECE = 20.0  # us: a slice, a copy, the joining of results
-
-Sizes = tuple[int, ...]
 
 
 class CostModel:
@@ -66,7 +65,7 @@ class CostModel:
                 f"{', '.join(_KINDS[1:])}."
             )
         self.tables = {kind: dict(table) for kind, table in tables.items()}
-        self._grids = {kind: _surface(kind, table, self.dims) for kind, table in tables.items()}
+        self._grids = {kind: surface(kind, table, self.dims) for kind, table in tables.items()}
 
     def knows(self, kind: str) -> bool:
         """Whether there is a table of this kind."""
@@ -296,65 +295,3 @@ def _thinned(values: Sequence[int], most: int) -> list[int]:
     """At most so many of them, evenly, with the first and the last."""
     at = np.unique(np.linspace(0, len(values) - 1, most).round().astype(int))
     return [values[i] for i in at]
-
-
-def _surface(kind: str, table: Mapping[Sizes, float], dims: Sequence[str]) -> _Grid | _Scattered:
-    """What interpolates a table, once it is checked."""
-    for sizes, value in table.items():
-        if len(sizes) != len(dims) or not (np.isfinite(value) and value >= 0):
-            raise GraphCacheError(
-                f"the {kind} cost of {sizes} is {value!r}; give a number of at least 0 for "
-                f"one size of each dim: {', '.join(dims)}."
-            )
-    if not table:
-        raise GraphCacheError(f"the {kind} table is empty; give at least one size.")
-    levels = [np.array(sorted(set(axis))) for axis in zip(*table, strict=True)]
-    whole = math.prod(map(len, levels)) == len(table)
-    return _Grid(levels, table) if whole else _Scattered(table)
-
-
-class _Scattered:
-    """Interpolation of a few sizes by their elements."""
-
-    def __init__(self, table: Mapping[Sizes, float]) -> None:
-        by_elements: dict[int, float] = {}
-        for sizes, value in table.items():
-            elements = math.prod(sizes)
-            by_elements[elements] = max(value, by_elements.get(elements, 0.0))
-        self._elements = np.array(sorted(by_elements))
-        values = np.array([by_elements[n] for n in self._elements.tolist()], dtype=np.float64)
-        self._values = np.maximum.accumulate(values)
-
-    def __call__(self, sizes: Ints) -> Floats:
-        values = np.broadcast_to(self._values, (len(sizes), len(self._values)))
-        return _between(values, self._elements, np.prod(sizes, axis=1))
-
-
-class _Grid:
-    """Multilinear interpolation of a table of every combination."""
-
-    def __init__(self, levels: list[Ints], table: Mapping[Sizes, float]) -> None:
-        self._levels = levels
-        whole = itertools.product(*(axis.tolist() for axis in levels))
-        shape = [len(axis) for axis in levels]
-        self._values = np.array([float(table[sizes]) for sizes in whole]).reshape(shape)
-
-    def __call__(self, sizes: Ints) -> Floats:
-        values = np.broadcast_to(self._values, (len(sizes), *self._values.shape))
-        for axis, levels in enumerate(self._levels):
-            values = _between(values, levels, sizes[:, axis])
-        return np.asarray(np.maximum(values, 0.0))
-
-
-def _between(values: Floats, levels: Ints, wanted: Ints) -> Floats:
-    """Interpolate the first axis after the calls': (n, levels, ...) to (n, ...)."""
-    if len(levels) == 1:
-        return values[:, 0]
-    upper = np.clip(np.searchsorted(levels, wanted), 1, len(levels) - 1)
-    lower, own = upper - 1, np.arange(len(wanted))
-    share = (wanted - levels[lower]) / (levels[upper] - levels[lower])
-    share = np.maximum(share, 0.0).reshape(-1, *[1] * (values.ndim - 2))
-    low, high = values[own, lower], values[own, upper]
-    inside = (1 - share) * low + share * high  # exact at both ends
-    above = high + (share - 1) * np.maximum(high - low, 0.0)
-    return np.asarray(np.where(share > 1, above, inside))
