@@ -37,6 +37,8 @@ class Adapter:
         ledger: where captures and changes are counted.
         max_graphs: the most buckets; None: 16.
         name: the module's, for the log.
+
+    `due` is the number of calls at which to review next.
     """
 
     def __init__(self, miss: MissPath, ledger: Ledger, max_graphs: int | None, name: str) -> None:
@@ -54,12 +56,7 @@ class Adapter:
         self._planner = OnlinePlanner(dims.names, dims.limits, self._max_graphs)
         if not self._miss.auto:
             self._planner.stop()
-        self._planner.due += self._ledger.calls
-
-    @property
-    def due(self) -> float:
-        """The number of calls at which to review next."""
-        return self._planner.due
+        self.due = self._ledger.calls + self._planner.due
 
     def review(self, traffic: TrafficProfile) -> bool:
         """Look at the traffic so far, and change the buckets if that pays.
@@ -69,6 +66,11 @@ class Adapter:
         Returns:
             Whether the buckets or their costs are others.
         """
+        changed = self._reviewed(traffic)
+        self.due = self._planner.due
+        return changed
+
+    def _reviewed(self, traffic: TrafficProfile) -> bool:
         before = self._miss.buckets
         try:
             with torch.no_grad():

@@ -200,9 +200,9 @@ def test_the_tests_above_can_fail(device, monkeypatch):
     """A planted fault: reviews that run after the call, over the result that it lends."""
 
     def late(self, args, kwargs):
-        due, self.adapter._planner.due = self.adapter._planner.due, float("inf")
+        due, self.adapter.due = self.adapter.due, float("inf")
         result = original(self, args, kwargs)
-        self.adapter._planner.due = due
+        self.adapter.due = due
         if self.ledger.calls >= due:
             self.adapter.review(self.traffic)
         return result
