@@ -15,8 +15,9 @@ from graphcache.call import Call
 from graphcache.errors import Fallback, GraphCacheError
 from graphcache.miss import MissPath
 from graphcache.planning.cost import CostModel
+from graphcache.stats import Bucket
 
-_LEVELS = {1: 9, 2: 5}  # sizes per dim, by the number of dims
+_LEVELS = {1: 9, 2: 6}  # sizes per dim, by the number of dims
 _LEVELS_OF_MANY = 3
 
 
@@ -45,7 +46,24 @@ def measure(miss: MissPath, call: Call, sizes: Any, progress: bool) -> CostModel
         raise GraphCacheError(f"no size of {len(wanted)} gets a graph: {refused}.")
     typical = statistics.median(tables["capture"].values())  # the first ones load kernels
     tables["capture"] = dict.fromkeys(tables["capture"], typical)
+    for kind in ("replay", "eager"):
+        if kind in tables:
+            tables[kind] = rising(tables[kind])
     return CostModel(tables, miss.dims.names)
+
+
+def rising(table: dict[Bucket, float]) -> dict[Bucket, float]:
+    """The table where no cost falls with a size: midway between the largest cost of what a size
+    holds and the smallest of what holds it.
+
+    What is measured at few sizes falls by chance; then a call would be padded for nothing.
+    """
+    sizes = np.array(list(table))
+    costs = np.array(list(table.values()))
+    holds = np.all(sizes[:, None, :] >= sizes[None, :, :], axis=2)  # does the first the second?
+    highest = np.where(holds, costs[None, :], -np.inf).max(axis=1)
+    lowest = np.where(holds.T, costs[None, :], np.inf).min(axis=1)
+    return dict(zip(table, ((highest + lowest) / 2).tolist(), strict=True))
 
 
 def _default(miss: MissPath) -> Any:

@@ -15,9 +15,8 @@ from graphcache.graphs import CAPTURE_LOCK, Backend
 from graphcache.preflight import plain_modes
 from graphcache.trials import as_trial
 
-_BACK_TO_BACK = 5
-_RUNS = 9
-_LONG = 0.01  # seconds: of calls that take longer, one is timed at a time
+_BACK_TO_BACK, _RUNS = 5, 9
+_SHORT, _LONG = 1e-3, 0.02  # seconds of a run: above the first they are timed one at a time
 
 
 class Stopwatch:
@@ -42,6 +41,7 @@ class Stopwatch:
         with CAPTURE_LOCK, self._backend.aside(), plain_modes(), as_trial():
             with statics_kept(entry), self._capturer.undone(entry):
                 timed(run, 1)  # the first run of a shape may load kernels
-                long = timed(run, 1) > _LONG
-                runs, times = (3, 1) if long else (_RUNS, _BACK_TO_BACK)
+                once = timed(run, 1)
+                times = _BACK_TO_BACK if once < _SHORT else 1
+                runs = _RUNS if once < _LONG else 3
                 return statistics.median(timed(run, times) for _ in range(runs))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from graphcache import CostModel, GraphCache, GraphCacheError, Reason, plan_buckets
 from graphcache.compare import close
+from graphcache.measuring import rising
 
 
 def net(device):
@@ -177,6 +179,22 @@ def test_a_plan_that_wants_no_graph_runs_eagerly(device):
         for n in (3, 9):
             cache(torch.randn(n, 16, device=device))
     assert cache.stats().fallbacks == {Reason.CHEAPER_EAGER: 2}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_measured_costs_never_fall_with_a_size(seed):
+    """What did not fall is kept; the rest is moved no further than it has to be."""
+    rng = np.random.default_rng(seed)
+    table = {(b, s): float(rng.uniform(1, 2) + b) for b in (1, 2, 4) for s in (8, 16, 32)}
+    smooth = rising(table)
+    for one in smooth:
+        for other in smooth:
+            if all(a <= b for a, b in zip(one, other, strict=True)):
+                assert smooth[one] <= smooth[other]
+    spread = max(abs(smooth[size] - table[size]) for size in table)
+    falls = [table[a] - table[b] for a in table for b in table if a[0] <= b[0] and a[1] <= b[1]]
+    assert spread <= max(falls) / 2 + 1e-9
+    assert rising(smooth) == smooth
 
 
 def test_exact_sizes_stay_exact_when_priced(device):

@@ -110,14 +110,14 @@ class CostModel:
         """Time a `GraphCache`'s module on its device; from then on the cache routes by the result.
 
         Replays are timed with their copies in and out, and eager calls, by CUDA events on a GPU:
-        the median of several runs, warmed. Graphs that exist are used; others are captured for the
-        time being. Whatever the module changes is undone. Captures count as their median. Waits for
+        the median of several runs, warmed, and smoothed so that no cost falls with a size. Graphs
+        that exist are used; others are captured for the time being. Whatever the module changes is undone. Captures count as their median. Waits for
         the device. The CPU recorder saves no launches, so there eager is not timed.
 
         Args:
             cache: whose module.
             sizes: those to measure, in any form that `buckets` takes; between them costs are
-                interpolated. None: geometric levels up to the largest bucket, nine in one dim, five
+                interpolated. None: geometric levels up to the largest bucket, nine in one dim, six
                 per dim in two.
             sample: one call's arguments, as in `warmup`; None: the one form of call seen so far.
             progress: show a progress bar.
