@@ -196,7 +196,7 @@ class Server:
         self.settle()
         self.take_back()
         if self.adapter.review(self.traffic):
-            self.drop_plans()
+            self.drop_rerouted()
 
     def _shadowed(self, args: Args, kwargs: Kwargs) -> Any:
         """One call, compared with eager. One that differs counts as nothing served: it runs eagerly
@@ -253,6 +253,18 @@ class Server:
     def drop_plans(self) -> None:
         self.settle()
         self._plans.clear()
+
+    def drop_rerouted(self) -> None:
+        """Drop the plans of calls that other buckets serve now, and of those in pieces: to make a
+        plan anew takes longer than most replays.
+        """
+        self.settle()
+        way = self._miss.buckets.way
+        self._plans = {
+            key: plan
+            for key, plan in self._plans.items()
+            if isinstance(plan, CallPlan) and plan.bucket == way(plan.traffic).bucket
+        }
 
     def check(self) -> None:
         """Assert the invariants of docs/design.md, section 6; for tests."""

@@ -227,3 +227,19 @@ def test_restart_counts_from_now():
     adapter = cache._server.adapter
     assert isinstance(adapter, Adapter)
     assert adapter.due == 28
+
+
+def test_plans_of_calls_that_are_served_as_before_survive_a_review():
+    """Making them anew takes longer than most replays."""
+    cache = GraphCache(net("cpu"), "auto", split=None)
+    serve(cache, [10] * 8 + [10, 5, 10, 5] * 2, "cpu")
+    server = cache._server
+    before = dict(server._plans)
+    assert len(before) == 2
+    server.review()
+    kept = {key: plan for key, plan in before.items() if key in server._plans}
+    for key, plan in before.items():
+        same = plan.entry.alive and plan.bucket == cache._miss.buckets.way(plan.traffic).bucket
+        assert (key in kept) == same
+    assert kept
+    serve(cache, [10, 5, 7], "cpu")

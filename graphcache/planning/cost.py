@@ -111,8 +111,9 @@ class CostModel:
 
         Replays are timed with their copies in and out, and eager calls, by CUDA events on a GPU:
         the median of several runs, warmed, and smoothed so that no cost falls with a size. Graphs
-        that exist are used; others are captured for the time being. Whatever the module changes is undone. Captures count as their median. Waits for
-        the device. The CPU recorder saves no launches, so there eager is not timed.
+        that exist are used; others are captured for the time being. Whatever the module changes is
+        undone. Captures count as their median. Waits for the device. The CPU recorder saves no
+        launches, so there eager is not timed.
 
         Args:
             cache: whose module.
