@@ -10,6 +10,8 @@ sizes, and the best way is a path.
 
 from __future__ import annotations
 
+import bisect
+import math
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -94,9 +96,17 @@ def path(ways: list[Ints], end: int) -> Ints:
 
 def _dominated(demand: Demand) -> Bools:
     """Corners that a larger one replaces at no more cost and no higher price."""
-    costs, nodes = demand.costs, demand.nodes
-    later = ((costs[j + 1 :] <= costs[j]) & (nodes[j + 1 :] <= nodes[j]) for j in range(len(costs)))
-    return np.array([bool(np.any(worse)) for worse in later], dtype=bool)
+    worse = np.zeros(len(demand.costs), dtype=bool)
+    costs, nodes = demand.costs.tolist(), demand.nodes.tolist()
+    front: list[tuple[float, float]] = []  # of the larger ones: costs rise, prices fall
+    for j in range(len(costs) - 1, -1, -1):
+        at = bisect.bisect_right(front, (costs[j], math.inf))
+        worse[j] = at > 0 and front[at - 1][1] <= nodes[j]
+        if not worse[j]:
+            while at < len(front) and front[at][1] >= nodes[j]:
+                del front[at]
+            front.insert(at, (costs[j], nodes[j]))
+    return worse
 
 
 def _links(demand: Demand, keep: Ints) -> Links:
