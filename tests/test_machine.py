@@ -15,11 +15,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor, nn
 from zoo import assert_same, assert_sums, assert_unchanged, tensors
 
-from graphcache import GraphCache
+from graphcache import CostModel, GraphCache, plan_buckets
 
 SIZES = st.integers(1, 11)
 LAYERS = st.sampled_from(["0", "2"])
-BUCKETS = st.sampled_from([[4], [2, 4, 8], [3, 6], [8], [1, 2, 3, 4], None])
+PLAN = plan_buckets(
+    {3: 5, 8: 2, 11: 1},
+    CostModel.from_table({2: 5.0, 4: 6.0, 8: 20.0}, eager={1: 15.0, 20: 18.0}, piece=1.0),
+    max_graphs=3,
+    include=[2, 4, 8],
+)
+BUCKETS = st.sampled_from([[4], [2, 4, 8], [3, 6], [8], [1, 2, 3, 4], None, PLAN, "auto"])
 
 
 class Net(nn.Module):
@@ -79,6 +85,19 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(4):
             self.call(n, False)
 
+    @rule(sizes=st.lists(SIZES, min_size=8, max_size=12))
+    def call_many(self, sizes: list[int]) -> None:
+        """So that `buckets="auto"` reviews."""
+        for n in sizes:
+            self.call(n, n % 2 == 0)
+
+    @precondition(lambda self: not self.cache._miss.buckets.exact and not self.module.training)
+    @rule()
+    def measure(self) -> None:
+        """From then on calls go the cheapest way."""
+        sample = torch.randn(2, 3, device=self.device)
+        CostModel.measure(self.cache, [2, 5], sample=sample, progress=False)
+
     @rule(n=st.integers(2, 4))
     def call_with_gradients(self, n: int) -> None:
         x = torch.randn(n, 3, device=self.device)
@@ -90,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
         for a, b in zip(self.module.parameters(), self.eager.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
 
-    @precondition(lambda self: not self.module.training)
+    @precondition(lambda self: not self.cache._miss.buckets.exact and not self.module.training)
     @rule()
     def warmup(self) -> None:
         self.cache.warmup(sample=torch.randn(2, 3, device=self.device), progress=False)
