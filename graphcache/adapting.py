@@ -47,6 +47,7 @@ class Adapter:
         self._name = name
         self._max_graphs = max_graphs or MOST_GRAPHS
         self._tables: dict[str, Table] = {}
+        self._own: CostModel | None = None
         self._failed: set[Bucket] = set()
         self.restart()
 
@@ -108,18 +109,25 @@ class Adapter:
         calls = self._miss.knowledge.examples()
         if not calls or not self._planner.calls:
             return present
-        if present.exact:
-            return BucketSet(present.dims, self._planner.first())
-        self._measure(calls[0])
-        if not self._tables:
-            return present
-        costs = CostModel(self._tables, present.dims)
-        captured = {bucket for _, bucket in self._miss.store.graphs}
         self._failed |= failed_for(self._miss, calls[0])
+        costs = self._costs(calls[0])
+        first = BucketSet(present.dims, self._planner.first(self._failed))
+        if costs is None:
+            return first if first.corners != present.corners else present
+        captured = {bucket for _, bucket in self._miss.store.graphs}
         plan = self._planner.plan(costs, captured, self._captures(), self._failed)
         if plan is None or not plan.corners:
-            return present.priced(costs)
+            return (first if present.exact else present).priced(costs)
         return plan.bucket_set
+
+    def _costs(self, call: Call) -> CostModel | None:
+        """What the user measured, or what was captured and timed so far; None: nothing yet."""
+        known = self._miss.buckets.costs
+        if isinstance(known, CostModel) and known is not self._own:
+            return known
+        self._measure(call)
+        self._own = CostModel(self._tables, self._miss.dims.names) if self._tables else None
+        return self._own
 
     def _captures(self) -> int:
         return self._ledger.captures + self._ledger.warmup_captures

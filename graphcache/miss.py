@@ -44,6 +44,7 @@ from graphcache.tracing import refuse_capturing, refuse_tracing
 from graphcache.watch import Watch, refuse_hooks, refuse_state
 
 _MIN_GRAPHS = 32
+_NO_REMEDY = "nothing: buckets follow the traffic"
 
 
 class MissPath:
@@ -129,7 +130,14 @@ class MissPath:
     def routed(self, call: Call) -> tuple[Reading, Facts, Route]:
         """Read a call, learn what it needs, and choose what serves it."""
         reading, facts = self.ready(call)
-        return reading, facts, choose_route(self.buckets, reading.sizes, facts, self._settings)
+        try:
+            route = choose_route(self.buckets, reading.sizes, facts, self._settings)
+        except Fallback as fallback:
+            if not (self.auto and fallback.reason is Reason.OVER_MAX):
+                raise
+            detail = "larger than every bucket that buckets='auto' has so far"
+            raise Fallback(Reason.NOT_ADMITTED, detail, _NO_REMEDY) from fallback
+        return reading, facts, route
 
     def ready(self, call: Call) -> tuple[Reading, Facts]:
         """A call, and all that must be known before a bucket serves it: the probe, if it is to be
@@ -137,7 +145,8 @@ class MissPath:
         """
         reading, facts = self.known(call)
         if self.auto and self.buckets.exact:
-            raise Fallback(Reason.NOT_ADMITTED, "buckets='auto' has seen too few calls to plan any")
+            detail = "buckets='auto' has seen too few calls to plan any"
+            raise Fallback(Reason.NOT_ADMITTED, detail, _NO_REMEDY)
         bucket = self.buckets.choose(reading.sizes)
         if bucket != reading.sizes and facts.dims is None:
             self.store.refuse_sealed()
@@ -216,8 +225,12 @@ class MissPath:
         return self.buckets.exact and not self.auto
 
     def rebucket(self, buckets: Any) -> None:
+        """Use other buckets; costs that were measured hold for these too, unless a plan brings its
+        own.
+        """
         self.auto = isinstance(buckets, str) and buckets == "auto"
-        self.adopt(bucket_set(buckets, self.dims.names))
+        wanted, costs = bucket_set(buckets, self.dims.names), self.buckets.costs
+        self.adopt(wanted.priced(costs) if wanted.costs is None and costs is not None else wanted)
 
     def adopt(self, buckets: BucketSet) -> None:
         """Serve by these buckets from now on; graphs of others go."""

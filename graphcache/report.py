@@ -5,6 +5,7 @@ for.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 
 from graphcache.errors import CaptureError, Fallback, GraphCacheError
@@ -14,6 +15,7 @@ from graphcache.reasons import QUIET, Reason
 logger = logging.getLogger("graphcache")
 
 _MAX_SEEN = 1024
+_NUMBER = re.compile(r"\d+")
 
 
 class FallbackReport:
@@ -40,7 +42,9 @@ class FallbackReport:
         if self._policy == "raise" and reason not in QUIET:
             kind = CaptureError if reason is Reason.CAPTURE_FAILED else GraphCacheError
             raise kind(f"{text}.") from fallback
-        told = (reason, "" if reason in QUIET else fallback.detail)  # ordinary ones once each
+        # Ordinary ones once each; a call that is too large once, whatever its size.
+        detail = _NUMBER.sub("", fallback.detail) if reason is Reason.OVER_MAX else fallback.detail
+        told = (reason, "" if reason in QUIET else detail)
         if told in self._seen or len(self._seen) >= _MAX_SEEN:
             return
         self._seen.add(told)

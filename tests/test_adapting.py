@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphcache import GraphCache, Reason
+from graphcache import CostModel, GraphCache, Reason
 from graphcache.adapting import Adapter
 from graphcache.compare import close
 from graphcache.planning.online import OnlinePlanner
@@ -118,6 +118,42 @@ def test_what_fails_to_capture_is_planned_around(device):
     serve(cache, drawn(300, 20, 37), device)
     assert cache.stats().replays > 0
     assert Reason.CAPTURE_FAILED not in cache.stats().fallbacks
+
+
+def test_a_call_larger_than_any_before_waits_quietly_for_a_bucket(device):
+    """It is ordinary use there: no error, and a larger bucket comes."""
+    cache = GraphCache(net(device), "auto", split=None, on_fallback="raise")
+    serve(cache, [4] * 8 + [50] * 300, device)
+    assert set(cache.stats().fallbacks) <= {Reason.NOT_ADMITTED, Reason.CHEAPER_EAGER}
+    assert cache._miss.buckets.largest() == (50,)
+
+
+def test_buckets_that_were_never_used_are_not_stuck_to(device):
+    """Traffic moved on before anything was captured."""
+    cache = GraphCache(net(device), "auto", split=None)
+    serve(cache, [1, 2] * 4 + [16, 17, 18, 19, 20] * 20, device)
+    assert cache.stats().replays > 0
+
+
+def test_buckets_too_large_for_the_memory_give_way_to_smaller_ones(device):
+    """The first calls were the largest."""
+    wide = nn.Sequential(nn.Linear(16, 16), nn.Tanh()).to(device).eval()
+    budget = 40_000_000 if device == "cuda" else 20_000
+    cache = GraphCache(wide, "auto", max_bytes=budget, split=None)
+    many = 4_000_000 if device == "cuda" else 3_000
+    serve(cache, [many] * 9 + [1, 2, 3] * 30, device)
+    assert cache.stats().replays > 0
+
+
+def test_what_the_user_measured_is_kept(device):
+    """Reviews plan with it instead of what they would time themselves."""
+    cache = GraphCache(net(device), "auto")
+    serve(cache, [5] * 3, device)
+    sample = torch.ones(1, 16, device=device)
+    costs = CostModel.measure(cache, [1, 4, 16, 64], sample=sample, progress=False)
+    serve(cache, drawn(100, 1, 40), device)
+    assert cache.costs is costs
+    assert cache.stats().replans >= 1
 
 
 def test_a_sealed_cache_keeps_its_buckets(device):

@@ -160,10 +160,11 @@ def test_a_plan_and_its_file_are_buckets(device, tmp_path):
         cache = GraphCache(net(device), buckets)
         assert [corner[0] for corner in cache._miss.buckets.corners] == plan.buckets
         assert cache.costs.tables == TABLE.tables
+    other = CostModel.from_table({4: 1.0})
     cache.rebucket([5])
-    assert cache.costs is None
-    cache.rebucket(plan)
-    assert cache.costs.tables == TABLE.tables
+    assert cache.costs.tables == TABLE.tables, "what was measured holds for other buckets too"
+    cache.rebucket(plan_buckets({3: 10}, other))
+    assert cache.costs.tables == other.tables
     with pytest.raises(GraphCacheError, match="is no plan"):
         GraphCache(net(device), str(tmp_path / "none.json"))
     two = plan_buckets({(1, 2): 3})

@@ -135,6 +135,8 @@ class CostModel:
             >>> cost.knows("replay"), fast.costs is cost
             (True, True)
         """
+        if not hasattr(cache, "_measure"):
+            raise GraphCacheError(f"`cache` is {type(cache).__name__}; pass a GraphCache.")
         measured: CostModel = cache._measure(sizes, sample, progress)
         return measured
 

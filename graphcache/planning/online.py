@@ -10,7 +10,7 @@ moves only when the gain pays the captures.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from graphcache.planning.cost import CostModel
 from graphcache.planning.plan import Plan, make_plan
@@ -68,12 +68,16 @@ class OnlinePlanner:
             stepped.record(tuple(map(_stepped, sizes, largest)), count)
         return stepped
 
-    def first(self) -> list[Bucket]:
-        """Buckets to begin with: one that holds everything, by each dim, and one for the median."""
+    def first(self, failed: Collection[Bucket] = ()) -> list[Bucket]:
+        """Buckets to begin with: one that holds everything, by each dim, and one for the median; in
+        place of what cannot be captured the largest sizes seen that can.
+        """
         counts = self._stepped().counts
         top = tuple(max(sizes) for sizes in zip(*counts, strict=True))
         middle = tuple(self._median(axis) for axis in range(len(self._dims)))
-        return sorted({top, middle})
+        downwards = [top, *sorted(counts, key=math.prod, reverse=True)]
+        largest = next((sizes for sizes in downwards if sizes not in failed), top)
+        return sorted({largest, middle} - set(failed)) or [largest]
 
     def _median(self, axis: int) -> int:
         ordered = sorted((sizes[axis], n) for sizes, n in self._stepped().counts.items())
