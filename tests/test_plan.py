@@ -354,6 +354,46 @@ def test_a_cache_reads_plans_paths_and_lists(tmp_path):
 def test_a_planted_bug_is_found(monkeypatch, tmp_path):
     """A file that forgets which graphs exist: the round trip says so."""
     read = plans._options
-    monkeypatch.setattr(plans, "_options", lambda data: replace(read(data), captured=()))
+    monkeypatch.setattr(
+        plans, "_options", lambda data, dims: replace(read(data, dims), captured=())
+    )
     with pytest.raises(AssertionError):
         test_a_file_is_a_round_trip(PLANS[-1], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("options", "split"), "nope"),
+        (("options", "align"), []),
+        (("options", "align"), [0]),
+        (("options", "max_graphs"), "a"),
+        (("options", "horizon"), 0),
+        (("options", "seed"), -1),
+        (("traffic", "counts"), []),
+        (("traffic", "counts"), [["a", 3]]),
+        (("traffic", "counts"), [[3, "x"]]),
+        (("traffic", "counts"), [[3.5, 1]]),
+        (("traffic", "counts"), [[-3, 1]]),
+    ],
+    ids=str,
+)
+def test_an_edited_file_is_refused_when_it_is_read(tmp_path, place, value):
+    """Not at some later use."""
+    path = tmp_path / "plan.json"
+    plan_buckets({3: 5, 9: 2}).save(path)
+    data = json.loads(path.read_text())
+    data[place[0]][place[1]] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(GraphCacheError, match=r"plan\.json is no plan"):
+        Plan.load(path)
+
+
+def test_files_that_are_not_there_or_without_end_are_refused(tmp_path):
+    """All three kinds of file."""
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    for path in (tmp_path / "none.json", tmp_path, deep):
+        for kind in (Plan, TrafficProfile, CostModel):
+            with pytest.raises(GraphCacheError, match=path.name):
+                kind.load(path)

@@ -80,7 +80,7 @@ def cheapest(counts, cost, options):
     must = set(options["include"])
     if options["limits"] and (cost is None or not cost.knows("eager")):
         must.add(top)
-    free = sorted({*aligned, top} - must)
+    free = sorted({*aligned, top, *dips(cost, step, limit)} - must)
     sets = (
         (*must, *some)
         for count in range(options["max_graphs"] - len(must) + 1)
@@ -123,6 +123,16 @@ def random_plane(seed):
     tables = {"replay": table, "eager": eager, "capture": capture}
     cost = CostModel(tables, ("dim0", "dim1")) if rng.random() < 0.7 else None
     return counts, cost, rng.randint(1, 3)
+
+
+def dips(cost, step, limit):
+    """Sizes of the table that are cheaper than a smaller one."""
+    table = {} if cost is None else {n: c for (n,), c in cost.tables["replay"].items()}
+    return {
+        n
+        for n, c in table.items()
+        if n % step == 0 and n <= limit and any(m < n and table[m] > c for m in table)
+    }
 
 
 def enumerated(counts, cost, most, horizon):
@@ -257,12 +267,12 @@ COST = CostModel.from_table({1: 5.0}, eager={1: 9.0})
         (([1, 2],), r"`profile` is \[1, 2\]; pass"),
         ((TrafficProfile(),), "the profile has no calls; record some"),
         (({3: 0},), "the profile has no calls; record some"),
-        (({-1: 5},), r"`profile` has 5 calls of sizes \(-1,\); pass positive"),
-        (({3: -5},), r"`profile` has -5 calls of sizes \(3,\); pass positive"),
-        (({3: float("nan")},), "pass positive sizes and counts"),
-        (({3: float("inf")},), "pass positive sizes and counts"),
+        (({-1: 5},), r"`profile` has the sizes \(-1,\); pass positive"),
+        (({3: -5},), r"-5 calls of sizes \(3,\); pass a number"),
+        (({3: float("nan")},), "pass (a number|positive integers)"),
+        (({3: float("inf")},), "pass (a number|positive integers)"),
         (({"a": 1},), r"sizes \('a',\); pass positive"),
-        (({2.5: 1},), "pass positive sizes and counts"),
+        (({2.5: 1},), "pass (a number|positive integers)"),
         (({3: 1, (1, 2): 1},), r"sizes \(1, 2\) for the dims batch; pass one"),
         ((TrafficProfile(("seq",)), COST), "the costs have the dims batch, the profile seq"),
         (({3: 1}, {}), "the replay table is empty; give"),
@@ -396,3 +406,62 @@ def test_pieces_of_middle_sizes_beat_powers_of_two(graphs, share):
     plan = plan_buckets(traffic, cost, max_graphs=graphs, split="batch", prior=None)
     assert plan.expected_cost <= share * powers
     assert plan.lower_bound <= plan.total
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"profile": {(): 3}},
+        {"profile": {10**19: 1}},
+        {"profile": {3: "a"}},
+        {"profile": {3: None}},
+        {"profile": {3: 1e308, 4: 1e308}},
+        {"horizon": "4"},
+        {"memory_budget": "4"},
+        {"include": 8},
+        {"seed": -1},
+        {"seed": "x"},
+        {"cost": 5},
+        {"cost": {3: "x"}},
+        {"cost": {-3: 2.0, 1: 1.0}},
+        {"cost": {2.5: 2.0}},
+        {"max_graphs": True},
+        {"limits": [3]},
+    ],
+    ids=str,
+)
+def test_what_is_no_value_is_refused_in_words(arguments):
+    """Never by an error of Python or numpy."""
+    with pytest.raises(GraphCacheError):
+        plan_buckets(**{"profile": {3: 1, 9: 2}, **arguments})
+
+
+def test_numbers_of_numpy_are_numbers():
+    """As keys, counts and options."""
+    counts = {np.int64(3): np.int64(5), np.int64(9): np.float64(2)}
+    cost = {np.int64(1): np.float64(1.0), np.int64(16): 4.0}
+    plan = plan_buckets(counts, cost, max_graphs=np.int64(2), align=np.int64(4), limits=np.int64(9))
+    assert plan.buckets == [4, 9]
+
+
+def test_traffic_above_every_limit_is_left_to_eager():
+    """There is nothing to hold; in several dims too."""
+    for sizes in ((5,), (3, 5), (3, 5, 4)):
+        assert plan_buckets({sizes: 1}, limits=1, prior=None).lookup(sizes) is None
+
+
+def test_a_dip_of_the_table_is_a_bucket_though_no_call_has_its_size():
+    """A kernel may be faster at a multiple of its tile; the bound knows it too."""
+    line = CostModel.from_table({5: 50.0, 6: 5.0, 7: 50.0})
+    plan = plan_buckets({5: 1000, 7: 1}, line, prior=None, max_graphs=2)
+    assert plan.buckets == [6, 7]
+    table = {(5, 5): 50.0, (5, 6): 5.0, (6, 5): 50.0, (6, 6): 50.0}
+    plane = CostModel.from_table(table, dims=("a", "b"))
+    assert plan_buckets({(5, 5): 1000}, plane, prior=None, max_graphs=1).lookup((5, 5)) == (5, 6)
+
+
+def test_a_size_of_a_billion_is_compared_at_once():
+    """Lists with a bucket every few sizes are left out."""
+    names = [score.name for score in plan_buckets({10**9: 1, 1: 5}).compare()]
+    assert "powers of two" in names
+    assert "vLLM's list" not in names

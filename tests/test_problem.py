@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphcache import GraphCacheError, TrafficProfile
+from graphcache import GraphCacheError, TrafficProfile, plan_buckets
 from graphcache.planning import problem as problems
 from graphcache.planning.cost import CostModel
 from graphcache.planning.problem import Options, Problem
@@ -59,7 +59,7 @@ def test_on_a_line_sizes_stay_and_buckets_are_aligned(counts, align, limit):
     rounded = {min(-(-n // align) * align, limit or 10**9) for n in within}
     assert set(demand.corners[:, 0].tolist()) == rounded | ({limit} if limit else set())
     assert np.all(np.diff(demand.corners[:, 0]) > 0)
-    assert demand.corners[demand.forced].tolist() == ([[limit]] if limit else [])
+    assert demand.corners[demand.forced].tolist() == [[limit or demand.corners.max()]]
 
 
 @settings(max_examples=60)
@@ -131,8 +131,17 @@ def test_costs_are_the_measured_ones_or_elements():
 def test_without_eager_what_is_left_out_costs_more_than_any_bucket():
     """So that every call within the limits is held; above them nothing is."""
     demand = made({(8,): 1, (64,): 3}, limits=(16,)).demand()
-    assert demand.eager.min() > 50 * demand.costs.max()
+    assert demand.eager.min() > demand.costs.max()
     assert listed(demand.corners) == [(8,), (16,)]
+    assert listed(demand.corners[demand.forced]) == [(16,)]
+
+
+@pytest.mark.parametrize("counts", [{(1,): 1e9, (100,): 1}, {(1, 1): 1e9, (100, 100): 1}])
+def test_no_call_is_so_rare_that_it_is_left_out(counts):
+    """Where nothing is known of eager, every call has a bucket."""
+    for prior in ("auto", None):
+        plan = plan_buckets(counts, max_graphs=1, prior=prior)
+        assert all(plan.lookup(sizes) is not None for sizes in counts)
 
 
 def test_included_and_captured_buckets_are_candidates():

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from graphcache.errors import GraphCacheError
-from graphcache.planning.demand import Floats
+from graphcache.planning.demand import Floats, is_amount
+from graphcache.planning.profile import UNREADABLE, corner_of
 from graphcache.planning.surface import Sizes, surface
 
 _VERSION = 1
@@ -57,6 +58,8 @@ class CostModel:
         piece: float = _PIECE,
     ) -> None:
         self.dims = tuple(dims)
+        if not is_amount(piece):
+            raise GraphCacheError(f"`piece` is {piece!r}; pass microseconds of at least 0.")
         self.piece = float(piece)
         strange = set(tables) - set(_KINDS)
         if strange or "replay" not in tables:
@@ -164,7 +167,7 @@ class CostModel:
             365.0
         """
         tables = {
-            kind: {_sizes(key): v for key, v in table.items()}
+            kind: {corner_of(key): v for key, v in table.items()}
             for kind, table in {"replay": replay, **others}.items()
         }
         return cls(tables, dims, piece)
@@ -219,7 +222,7 @@ class CostModel:
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, GraphCacheError) as error:
+        except UNREADABLE as error:
             raise GraphCacheError(
                 f"{path} is no cost model of version {_VERSION} ({error!r}); write one with save()."
             ) from error
@@ -288,10 +291,6 @@ def _column(name: str) -> tuple[str, float] | None:
         if name == kind + ending and (kind != "nbytes" or not ending):
             return kind, unit
     return None
-
-
-def _sizes(key: Any) -> Sizes:
-    return (int(key),) if hasattr(key, "__index__") else tuple(map(int, key))
 
 
 def _thinned(values: Sequence[int], most: int) -> list[int]:

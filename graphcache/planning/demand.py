@@ -7,7 +7,10 @@ price (its capture and memory, per call).
 
 from __future__ import annotations
 
+import math
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +18,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+
+def is_amount(value: Any) -> bool:
+    """Whether a value from outside is a finite number of at least 0."""
+    return isinstance(value, numbers.Real) and 0 <= float(value) < math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from graphcache.buckets import BucketSet, Way, parse_buckets
 from graphcache.errors import BucketError, GraphCacheError
 from graphcache.planning.cost import CostModel
 from graphcache.planning.problem import Options, Problem
-from graphcache.planning.profile import TrafficProfile, corner_of, profile_of
+from graphcache.planning.profile import UNREADABLE, TrafficProfile, corner_of, profile_of
 from graphcache.planning.rivals import rival_sets
 from graphcache.planning.score import Comparison, Score, score
 from graphcache.planning.solve import solve
@@ -228,6 +228,8 @@ class Plan:
             dims, buckets = tuple(data["dims"]), _tuples(data["buckets"])
             costs = data["costs"] and CostModel.from_json(data["costs"])
             traffic = TrafficProfile.from_json(data["traffic"])
+            if not len(traffic):
+                raise ValueError("no traffic")
             if dims != traffic.dims or (costs and costs.dims != dims):
                 raise ValueError("the dims differ")
             return cls(
@@ -235,12 +237,12 @@ class Plan:
                 tuple(sorted(parse_buckets(buckets, dims).corners)) if buckets else (),
                 costs,
                 traffic,
-                _options(data["options"]),
+                _options(data["options"], dims),
                 float(data["total"]),
                 float(data["lower_bound"]),
                 tuple(data["curve"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, GraphCacheError) as error:
+        except UNREADABLE as error:
             raise GraphCacheError(
                 f"{path} is no plan of version {_VERSION} ({error}); write one with Plan.save() or "
                 "`graphcache plan --out`."
@@ -299,10 +301,10 @@ def bucket_set(buckets: Any, dims: tuple[str, ...]) -> BucketSet:
     return buckets.bucket_set
 
 
-def _options(data: Mapping[str, Any]) -> Options:
+def _options(data: Mapping[str, Any], dims: Sequence[str]) -> Options:
     lists = {name: tuple(data[name]) for name in ("align", "limits")}
     buckets = {name: _tuples(data[name]) for name in ("include", "captured", "exclude")}
-    return Options(**{**data, **lists, **buckets})
+    return Options(**{**data, **lists, **buckets}).checked(dims)
 
 
 def _tuples(rows: Iterable[Iterable[int]]) -> tuple[Bucket, ...]:

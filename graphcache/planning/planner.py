@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from graphcache.buckets import parse_buckets
 from graphcache.errors import GraphCacheError
 from graphcache.planning.cost import CostModel
 from graphcache.planning.plan import Plan, make_plan
-from graphcache.planning.problem import Options
+from graphcache.planning.problem import Options, positive_int
 from graphcache.planning.profile import TrafficProfile, profile_of
 
 Cost = CostModel | Callable[[Any], float] | Mapping[Any, float]
@@ -74,15 +73,11 @@ def plan_buckets(
         )
     if prior not in ("auto", None):
         raise GraphCacheError(f"`prior` is {prior!r}; pass 'auto' or None.")
-    if split is not None and split not in dims:
-        raise GraphCacheError(f"`split` is {split!r}; pass one of {', '.join(dims)}, or None.")
-    most = _positive("max_graphs", max_graphs)
-    for name, value in (("horizon", horizon), ("memory_budget", memory_budget)):
-        if value is not None and not value > 0:
-            raise GraphCacheError(f"`{name}` is {value!r}; pass a positive number.")
+    if isinstance(include, (str, bytes)) or not isinstance(include, Iterable):
+        raise GraphCacheError(f"`include` is {include!r}; pass a list of buckets.")
     wanted = list(include)
     options = Options(
-        max_graphs=most,
+        max_graphs=positive_int("max_graphs", max_graphs),
         memory_budget=memory_budget,
         horizon=horizon,
         align=tuple(size or 1 for size in _per_dim("align", align, dims)),
@@ -92,7 +87,7 @@ def plan_buckets(
         split=split,
         grid=grid,
         seed=seed,
-    )
+    ).checked(dims)
     return make_plan(traffic, _model(cost, traffic, options), options)
 
 
@@ -105,18 +100,8 @@ def _per_dim(
         raise GraphCacheError(f"`{name}` names {sorted(strange)}; the dims are {', '.join(dims)}.")
     for dim, size in given.items():
         if size is not None:
-            _positive(f"{name} of {dim}", size)
+            positive_int(f"{name} of {dim}", size)
     return tuple(None if given.get(dim) is None else int(given[dim]) for dim in dims)
-
-
-def _positive(name: str, value: Any) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise GraphCacheError(f"`{name}` is {value!r}; pass an integer of at least 1.")
-    return number
 
 
 def _model(cost: Cost | None, traffic: TrafficProfile, options: Options) -> CostModel | None:

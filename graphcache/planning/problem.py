@@ -7,8 +7,11 @@ rounded up to the alignment and merged, coarser where there would be too many fo
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +24,6 @@ from graphcache.stats import Bucket
 
 _MOST_POINTS, _MOST_CORNERS = 1000, 3000
 _FEW_POINTS, _FEW_CORNERS = 150, 400  # for a quick plan
-_UNHELD = 100.0  # times the dearest bucket: what is not to be left out
 _PRIOR = {1: (32, 64)}  # by dims: the calls that it counts for, and its points per dim
 _PRIOR_OF_SEVERAL = (64, 6)
 
@@ -48,6 +50,31 @@ class Options:
     exclude: tuple[Bucket, ...] = ()
     quick: bool = False
 
+    def checked(self, dims: Sequence[str]) -> Options:
+        """These options.
+
+        Raises:
+            GraphCacheError: one outside its values.
+        """
+        positive_int("max_graphs", self.max_graphs)
+        for name, values in (("align", self.align), ("limits", self.limits)):
+            if len(values) != len(dims):
+                raise GraphCacheError(f"`{name}` is {values}; pass one for each of {dims}.")
+            for dim, value in zip(dims, values, strict=True):
+                if value is not None or name == "align":
+                    positive_int(f"{name} of {dim}", value)
+        for name, amount in (("horizon", self.horizon), ("memory_budget", self.memory_budget)):
+            if name == "horizon" or amount is not None:
+                if not (isinstance(amount, numbers.Real) and amount > 0):
+                    raise GraphCacheError(f"`{name}` is {amount!r}; pass a positive number.")
+        if self.split is not None and self.split not in dims:
+            raise GraphCacheError(
+                f"`split` is {self.split!r}; pass one of {', '.join(dims)}, or None."
+            )
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise GraphCacheError(f"`seed` is {self.seed!r}; pass an integer of at least 0.")
+        return self
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
@@ -72,12 +99,15 @@ class Problem:
     @classmethod
     def of(cls, profile: TrafficProfile, cost: CostModel | None, options: Options) -> Problem:
         """Raises GraphCacheError where there is no traffic."""
-        counts = {sizes: count for sizes, count in profile.counts.items() if count > 0}
+        counts = {s: count for s, count in profile.counts.items() if count > 0 and min(s) > 0}
         if not counts:
             raise GraphCacheError("the profile has no calls; record some traffic first.")
         sizes = np.array(list(counts), dtype=np.int64)
         weights = np.array(list(counts.values()), dtype=np.float64)
-        total = float(weights.sum())
+        with np.errstate(over="ignore"):
+            total = float(weights.sum())
+        if not np.isfinite(total):
+            raise GraphCacheError("the profile's counts add up to infinity; scale them down.")
         return cls(profile.dims, sizes, weights / total, total, cost, options)
 
     def price(self, corners: Ints) -> Floats:
@@ -106,7 +136,7 @@ class Problem:
         """
         sizes, weights = self.with_prior()
         points, weights, eager, corners = self._merged(sizes, weights)
-        wanted = [*self.options.include, *self.options.captured]
+        wanted = [*self.options.include, *self.options.captured, *self._dips()]
         top = self.top(sizes)
         options = {*map(tuple, corners.tolist()), *wanted, top} - set(self.options.exclude)
         corners = np.array(sorted(options or {top}), dtype=np.int64)
@@ -114,11 +144,21 @@ class Problem:
         if len(self.dims) > 1:
             order = np.argsort(np.prod(corners, axis=1, dtype=np.float64), kind="stable")
             corners, costs = corners[order], costs[order]
-        if not self.eager_known:
-            eager = np.full(len(points), _UNHELD * float(costs.max()) + 1.0)
         must = set(self.options.include)
-        if not self.eager_known and any(limit is not None for limit in self.options.limits):
-            must.add(top)
+        if not self.eager_known:
+            # To leave out one point costs more than to serve all of them by the dearest bucket.
+            dearest = float(costs.max()) + 1.0
+            least = np.maximum(weights, np.finfo(float).tiny)
+            declared = any(limit is not None for limit in self.options.limits)
+            largest = self._within(sizes).max(initial=0)
+            others = any(corner[0] >= largest for corner in wanted)  # that hold everything
+            if declared or (len(self.dims) == 1 and not others):
+                must.add(top)  # which holds everything within the limits
+                eager = np.full(len(points), dearest)
+            elif len(self.dims) == 1:
+                eager = np.full(len(points), 2 * dearest / least.min())  # even, for the line
+            else:
+                eager = 2 * dearest / least
         forced = np.array([tuple(corner) in must for corner in corners.tolist()], dtype=bool)
         return Demand(points, weights, eager, corners, costs, self.nodes(corners), forced)
 
@@ -195,6 +235,20 @@ class Problem:
             finest = int(np.argmax([len(np.unique(axis)) for axis in points.T]))
             align[finest] *= 2
 
+    def _dips(self) -> list[Bucket]:
+        """Sizes of the cost table that are cheaper than smaller ones: a kernel may be faster at a
+        multiple of its tile, whether calls have that size or not.
+        """
+        if self.cost is None:
+            return []
+        table = self.cost.tables["replay"]
+        sizes, costs = np.array(list(table)), np.array(list(table.values()))
+        holds = np.all(sizes[:, None, :] >= sizes[None, :, :], axis=2)
+        dearest = np.where(holds, costs[None, :], -np.inf).max(axis=1)
+        aligned = np.all(sizes % np.array(self.options.align) == 0, axis=1)
+        within = self._within(sizes[(costs < dearest) & aligned])
+        return [tuple(size) for size in within.tolist()]
+
     def _candidates(self, points: Ints) -> Ints:
         """In more than two dims not every tight corner is one; then the boxes of merging too."""
         if not len(points) or len(self.dims) == 2:
@@ -206,6 +260,8 @@ class Problem:
     def starts(self, demand: Demand, most: int) -> list[Ints]:
         """Sets of boxes from merging, by count, as indices of the demand's corners."""
         held = demand.holds().any(axis=1)
+        if not held.any():
+            return [np.zeros(0, dtype=np.int64)] * most
         sets = agglomerative(demand.points[held], demand.weights[held], self.price, most)
         place = {corner: i for i, corner in enumerate(map(tuple, demand.corners.tolist()))}
         return [
@@ -214,6 +270,17 @@ class Problem:
             )
             for s in sets
         ]
+
+
+def positive_int(name: str, value: Any) -> int:
+    """Raises GraphCacheError unless `value` is an integer of at least 1."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise GraphCacheError(f"`{name}` is {value!r}; pass an integer of at least 1.")
+    return number
 
 
 def _merge(

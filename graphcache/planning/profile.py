@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from graphcache.errors import GraphCacheError
+from graphcache.planning.demand import is_amount
 
 _VERSION = 1
 _MOST_DOUBLINGS = 64
 _NOTHING = 1e-6  # of a call
+_TOO_LARGE = 2**40  # sizes of tensors are smaller, and their products fit into a float
+
+
+#: What reading a file that is not as it should be raises.
+UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, GraphCacheError,
+)  # fmt: skip
 
 
 class TrafficProfile:
@@ -52,16 +60,27 @@ class TrafficProfile:
         """Count calls of these sizes; an int is short for a tuple of one.
 
         Raises:
-            GraphCacheError: another number of sizes than dims.
+            GraphCacheError: another number of sizes than dims, sizes that are no integers of at
+                least 0, or a count that is no finite number of at least 0.
         """
-        key = (sizes,) if isinstance(sizes, int) else sizes
+        key = self._checked(sizes, count)
+        if self.half_life is not None:
+            self._age(count)
+        self._counts[key] = self._counts.get(key, 0) + count * self._unit
+
+    def _checked(self, sizes: Any, count: Any) -> tuple[int, ...]:
+        key = corner_of(sizes)
         if len(key) != len(self.dims):
             raise GraphCacheError(
                 f"sizes {sizes!r} for the dims {', '.join(self.dims)}; pass one size for each."
             )
-        if self.half_life is not None:
-            self._age(count)
-        self._counts[key] = self._counts.get(key, 0) + count * self._unit
+        if not all(type(n) is int and 0 <= n < _TOO_LARGE for n in key):
+            raise GraphCacheError(f"sizes {sizes!r}; pass integers of at least 0.")
+        if not is_amount(count):
+            raise GraphCacheError(
+                f"{count!r} calls of sizes {sizes!r}; pass a number of at least 0."
+            )
+        return key
 
     def _age(self, calls: float) -> None:
         """Let what is counted shrink by so many calls; counts of 0 go."""
@@ -153,9 +172,7 @@ class TrafficProfile:
             raise GraphCacheError(f"version {data['version']}, this package reads {_VERSION}")
         profile = cls(data["dims"], data.get("half_life"))
         for *sizes, count in data["counts"]:
-            if len(sizes) != len(profile.dims):
-                raise ValueError(f"sizes {sizes} for the dims {profile.dims}")
-            profile._counts[tuple(sizes)] = count
+            profile._counts[profile._checked(sizes, count)] = count
         return profile
 
     @classmethod
@@ -167,7 +184,7 @@ class TrafficProfile:
         """
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
-        except (ValueError, KeyError, TypeError, AttributeError, GraphCacheError) as error:
+        except UNREADABLE as error:
             raise GraphCacheError(
                 f"{path} is no traffic profile of version {_VERSION} ({error}); record it "
                 "anew, and write it with save()."
@@ -196,13 +213,11 @@ def profile_of(
     names = dims or (
         ("batch",) if len(sizes[0]) == 1 else [f"dim{i}" for i in range(len(sizes[0]))]
     )
+    for key in sizes:
+        if not key or not all(isinstance(n, int) and n >= 1 for n in key):
+            raise GraphCacheError(f"`profile` has the sizes {key}; pass positive integers.")
     made = TrafficProfile(names)
     for key, count in zip(sizes, profile.values(), strict=True):
-        positive = all(isinstance(n, int) and n >= 1 for n in key)
-        if not positive or not 0 <= count < math.inf:
-            raise GraphCacheError(
-                f"`profile` has {count!r} calls of sizes {key}; pass positive sizes and counts."
-            )
         made.record(key, count)
     return made
 

@@ -68,7 +68,12 @@ def rival_sets(sizes: Ints, weights: Floats, count: int) -> dict[str, list[Bucke
         count: the number of buckets for quantiles, those of equal shares of the calls.
     """
     ends = [(int(axis.min()), int(axis.max())) for axis in sizes.T]
-    axes = {name: [rule(*end) for end in ends] for name, rule in RULES.items()}
+    rules = {
+        name: rule
+        for name, rule in RULES.items()
+        if rule is not decode_list or all(high <= 8 * _MOST for _, high in ends)
+    }
+    axes = {name: [rule(*end) for end in ends] for name, rule in rules.items()}
     per_dim = max(1, round(count ** (1 / len(ends))))
     axes[f"quantiles ({per_dim ** len(ends)})"] = [
         _quantiles(axis, weights, per_dim) for axis in sizes.T

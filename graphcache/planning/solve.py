@@ -171,8 +171,9 @@ def _split(problem: Problem, demand: Demand, most: int) -> Solution:
 
     def best(priced: Floats) -> Ints:
         unsplit = replace(whole, nodes=priced)
-        start = boxes.greedy(unsplit, most)[-1] if several else best_sets(unsplit, most)[-1]
-        return pieces.search(replace(split, nodes=priced), most, [start], problem.options.seed)
+        sets = boxes.greedy(unsplit, most) if several else best_sets(unsplit, most)[1:]
+        starts = [sets[0], sets[-1]]
+        return pieces.search(replace(split, nodes=priced), most, starts, problem.options.seed)
 
     chosen = within_budget(
         problem, whole, lambda d: best(d.nodes), best(whole.nodes), most, total=split.total
@@ -193,7 +194,9 @@ def _split_corners(problem: Problem, demand: Demand, axis: int, unit: int) -> In
     fixed = np.array(wanted, dtype=np.int64).reshape(-1, len(problem.dims))
     if len(problem.dims) == 1:
         return np.unique(np.concatenate([rows[:, None], fixed]), axis=0)
-    others = np.unique(np.delete(demand.corners, axis, axis=1), axis=0)
+    own = set(map(tuple, demand.corners.tolist())) - set(map(tuple, fixed.tolist()))
+    free = np.array(sorted(own), dtype=np.int64).reshape(-1, len(problem.dims))
+    others = np.unique(np.delete(free if len(free) else fixed, axis, axis=1), axis=0)
     volume = np.prod(others, axis=1, dtype=np.float64)
     order = np.argsort(volume, kind="stable")
     at = np.unique(np.linspace(0, len(others) - 1, _OTHERS).round().astype(int))

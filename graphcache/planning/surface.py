@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from graphcache.errors import GraphCacheError
-from graphcache.planning.demand import Floats, Ints
+from graphcache.planning.demand import Floats, Ints, is_amount
 
 Sizes = tuple[int, ...]
 
@@ -22,7 +22,9 @@ Sizes = tuple[int, ...]
 def surface(kind: str, table: Mapping[Sizes, float], dims: Sequence[str]) -> _Grid | _Scattered:
     """What interpolates a table, once it is checked."""
     for sizes, value in table.items():
-        if len(sizes) != len(dims) or not (np.isfinite(value) and value >= 0):
+        whole = all(isinstance(n, int) and n >= 1 for n in sizes)
+        number = is_amount(value)
+        if len(sizes) != len(dims) or not (whole and number):
             raise GraphCacheError(
                 f"the {kind} cost of {sizes} is {value!r}; give a number of at least 0 for "
                 f"one size of each dim: {', '.join(dims)}."
