@@ -16,7 +16,7 @@ import numpy as np
 from graphcache.planning.demand import Bools, Floats, Ints
 
 IN_FLIGHT = 64 * 2**20  # bytes of tables that one batched pass may hold
-SHAKES = 8
+SHAKES, FEW_SHAKES = 8, 2
 SAME = 1e-12  # relative: totals this close differ by rounding
 
 
@@ -90,7 +90,7 @@ def search(demand: SplitDemand, most: int, starts: Iterable[Ints], seed: int = 0
     plans += [climb.scored(climb.admitted(start)) for start in starts]
     best = min((climb.improved(plan) for plan in plans), key=_by_total)
     rng = np.random.default_rng(seed)
-    for _ in range(SHAKES):
+    for _ in range(max(FEW_SHAKES, SHAKES * 8 // max(most, 8))):  # a climb of many takes long
         shaken = climb.improved(climb.scored(climb.shaken(best, rng)))
         best = min(best, shaken, key=_by_total)
     return np.sort(best.chosen)
