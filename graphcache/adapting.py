@@ -126,7 +126,7 @@ class Adapter:
         if isinstance(known, CostModel) and known is not self._own:
             return known
         self._measure(call)
-        self._own = CostModel(self._tables, self._miss.dims.names) if self._tables else None
+        self._own = self._planner.priced(self._tables)
         return self._own
 
     def _captures(self) -> int:

@@ -220,6 +220,38 @@ def test_reviews_come_soon_and_then_less_often_while_nothing_changes():
     assert planner.due == 3250
 
 
+def noisy(slope):
+    """Two close sizes, measured where a replay saves most of eager's time, and a slope of noise."""
+    replay = {(5,): 60.0, (9,): 60.0 + 4 * slope}
+    eager, capture = dict.fromkeys(replay, 400.0), dict.fromkeys(replay, 20_000.0)
+    return {"replay": replay, "eager": eager, "capture": capture}
+
+
+@pytest.mark.parametrize("slope", [0.0, 3.0, 10.0])
+def test_sizes_far_beyond_what_was_measured_get_a_graph(slope):
+    """A slope of noise would make replays look dearer than eager there, and nothing be learned."""
+    planner = OnlinePlanner(("batch",), (None,), 16)
+    planner.see({(n,): 30 for n in range(1, 11)} | {(n,): 10 for n in range(100, 141)})
+    costs = planner.priced(noisy(slope))
+    assert costs.replay_of((9,)) == 60 + 4 * slope
+    assert costs.replay_of((140,)) < costs.eager_of((140,))
+    assert planner.plan(costs, [(5,), (9,)], 2).buckets[-1] >= 100
+
+
+def test_what_was_measured_is_not_hoped_for():
+    """Where graphs do not pay, near by, or without eager's time."""
+    planner = OnlinePlanner(("batch",), (None,), 16)
+    assert planner.priced({}) is None
+    planner.see({(18,): 100})
+    assert planner.priced(noisy(3.0)).tables == noisy(3.0)
+    planner.see({(18,): 100, (140,): 100})
+    assert planner.priced(noisy(3.0)).tables != noisy(3.0)
+    dear = {**noisy(0.0), "replay": {(5,): 500.0, (9,): 500.0}}
+    without = {kind: table for kind, table in noisy(3.0).items() if kind != "eager"}
+    assert planner.priced(dear).tables == dear
+    assert planner.priced(without).tables == without
+
+
 def test_what_cannot_be_captured_is_not_planned():
     """The next larger one is."""
     planner = OnlinePlanner(("batch",), (None,), 1)

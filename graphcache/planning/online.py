@@ -26,6 +26,7 @@ HORIZONS = 2  # half-lives, at most
 CAPTURES_PER_GRAPH = 3
 CALLS_PER_CAPTURE = 10_000  # beyond those
 STEPS_PER_DOUBLING = 32
+FAR = 2  # times the elements of the largest size measured
 
 
 class OnlinePlanner:
@@ -87,6 +88,26 @@ class OnlinePlanner:
             if left <= 0:
                 return size
         return ordered[-1][0]
+
+    def priced(self, tables: Mapping[str, Mapping[Bucket, float]]) -> CostModel | None:
+        """The costs to plan with, of what was measured so far; None where nothing was.
+
+        A slope between close sizes is mostly noise, and would tell anything of sizes far beyond:
+        that graphs never pay there, so that none is made and nothing more is learned. There it is
+        hoped that a graph saves the same share of eager's time. One is made if that pays, and then
+        measured.
+        """
+        if not tables:
+            return None
+        costs = CostModel(tables, self._dims)
+        largest = max(tables["replay"], key=math.prod)
+        beyond = tuple(max(sizes) for sizes in zip(*self._recent.counts, strict=True))
+        replay, eager = costs.replay_of(largest), costs.eager_of(largest)
+        if math.prod(beyond) <= FAR * math.prod(largest) or not replay < eager < math.inf:
+            return costs
+        hoped = min(costs.replay_of(beyond), costs.eager_of(beyond) * replay / eager)
+        replays = {**tables["replay"], beyond: hoped}
+        return CostModel({**tables, "replay": replays}, self._dims)
 
     def plan(
         self,
