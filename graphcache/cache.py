@@ -12,6 +12,7 @@ from cachetools import Cache
 from torch import Tensor
 
 from graphcache.graphs import Graph
+from graphcache.padding import countdown
 from graphcache.preflight import Origin
 from graphcache.signature import Signature, Spec
 
@@ -42,7 +43,6 @@ class Entry:
     state: list[Tensor | None]
     writes: list[Tensor]
     draws: bool
-    nbytes: int
     exact: bool = False
     alive: bool = True
     fresh: bool = True
@@ -56,13 +56,22 @@ class Entry:
     last_used: int = 0
     filled_for: Any = None
     addresses: list[int] = field(init=False)
+    countdown: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.addresses = [static.data_ptr() for static in self.inputs]
+        device = self.inputs[0].device if self.inputs else None
+        padded = any(spec.axes for spec in self.key[0].inputs)
+        self.countdown = countdown(max(self.key[1]) if padded else 0, device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.graph.nbytes + self.static_bytes
 
     @property
     def static_bytes(self) -> int:
-        return sum(static.untyped_storage().nbytes() for static in self.inputs)
+        owned = (*self.inputs, self.countdown)
+        return sum(tensor.untyped_storage().nbytes() for tensor in owned)
 
 
 class GraphLRU(Cache[Key, Entry]):

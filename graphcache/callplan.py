@@ -13,7 +13,18 @@ from torch import Tensor
 from graphcache.cache import Entry
 from graphcache.errors import Fallback
 from graphcache.graphs import Backend
-from graphcache.padding import Fill, OutputAxis, cut, head, tails, volume
+from graphcache.padding import (
+    Fill,
+    OutputAxis,
+    Refill,
+    Spread,
+    covered,
+    cut,
+    head,
+    spread,
+    tails,
+    volume,
+)
 from graphcache.reasons import Reason
 from graphcache.signature import LEAF, unflatten
 from graphcache.storages import storage_id
@@ -54,16 +65,21 @@ class CallPlan:
         self.traffic: tuple[int, ...] = ()
         self.lends = lends
         self.real, self.padded = volume(sizes), volume(bucket)
-        placed = sorted(zip(slots, entry.inputs, specs, strict=True), key=lambda item: item[0])
-        self.heads = [head(static, spec, sizes) for _, static, spec in placed]
-        refills = [
-            refill
-            for static, spec, fill in zip(entry.inputs, specs, fills, strict=True)
-            for refill in tails(static, spec, sizes, bucket, fill)
-        ]
-        # A number stays until another plan writes there; a repeated row changes with every call.
-        self._moving = [refill for refill in refills if isinstance(refill.value, Tensor)]
-        self._fixed = [refill for refill in refills if not isinstance(refill.value, Tensor)]
+        self.heads: list[Tensor] = []  # to copy into, of the tensors at the places `_copied`
+        self._copied: list[int] = []
+        self._spreads: dict[int, Spread] = {}  # by the place of their tensor
+        self._tails: list[Refill] = []
+        placed = zip(slots, entry.inputs, specs, fills, strict=True)
+        for place, static, spec, fill in sorted(placed, key=lambda item: item[0]):
+            to = covered(sizes, bucket, fill)
+            found = spread(static, spec, sizes, to, entry.countdown)
+            if found is None:
+                self.heads.append(head(static, spec, sizes))
+                self._copied.append(place)
+            else:
+                self._spreads[place] = found
+            # A number stays until another plan writes there; a repeated row changes with each call.
+            self._tails += tails(static, spec, to, bucket, fill)
         self._slots = slots
         views = results(entry, axes, sizes, dict(enumerate(entry.graph.outputs)))
         self.views = list(views.values())
@@ -83,16 +99,21 @@ class CallPlan:
         entry, heads = self.entry, self.heads
         if entry.writes:
             _refuse_written(leaves, entry.writes)
+        wide: Sequence[Tensor] = ()
+        if self._spreads:
+            wide = [leaves[place] for place in self._spreads]
+            leaves = [leaves[place] for place in self._copied]
         if entry.handed_out:
-            leaves, heads = _foreign(leaves, heads)
+            wide = [leaf.clone() for leaf in wide]
+            leaves, heads = _foreign(leaves, heads, entry.inputs)
+        for spread_out, leaf in zip(self._spreads.values(), wide, strict=True):
+            spread_out(leaf)
         if len(leaves) == 1:
             heads[0].copy_(leaves[0])
         elif leaves:
             torch._foreach_copy_(heads, list(leaves))
-        for refill in self._moving:
-            refill()
         if entry.filled_for is not self or entry.handed_out:
-            for refill in self._fixed:
+            for refill in self._tails:
                 refill()
             entry.filled_for = self
 
@@ -149,10 +170,10 @@ def _refuse_written(leaves: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
 
 
 def _foreign(
-    leaves: Sequence[Tensor], heads: Sequence[Tensor]
+    leaves: Sequence[Tensor], heads: Sequence[Tensor], statics: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Leave out tensors that already lie in place; copy others that overlap any static memory."""
-    static = {head_.untyped_storage().data_ptr() for head_ in heads}
+    static = {tensor.untyped_storage().data_ptr() for tensor in statics}
     pairs = []
     for leaf, head_ in zip(leaves, heads, strict=True):
         if leaf.data_ptr() == head_.data_ptr() and leaf.stride() == head_.stride():

@@ -91,9 +91,8 @@ class Capturer:
 
         with self.undone(seen):
             graph = self._backend.capture(captured)
-        nbytes = graph.nbytes + sum(static.untyped_storage().nbytes() for static in statics)
         parts = (key, graph, statics, seen.spec, seen.origins, state, seen.writes, seen.draws)
-        return Entry(*parts, nbytes=nbytes)
+        return Entry(*parts)
 
     @contextlib.contextmanager
     def undone(self, seen: Observation | Entry) -> Iterator[None]:

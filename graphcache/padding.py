@@ -40,6 +40,21 @@ class Refill(NamedTuple):
             self.tail.fill_(self.value)
 
 
+class Spread(NamedTuple):
+    """Copies a call's tensor into `region` of a static input and repeats its last rows (or columns)
+    to the end of it, by one kernel.
+
+    `sources` says for each axis which entries it takes; None: all of them, once.
+    """
+
+    region: Tensor
+    sources: list[Tensor | None]
+
+    def __call__(self, real: Tensor) -> None:
+        real = real.to(self.region.device)
+        torch.ops.aten.index.Tensor_out(real, self.sources, out=self.region)
+
+
 class OutputAxis(NamedTuple):
     """Axis `axis` of an output has `scale * n + offset` entries at size n of dynamic dim `dim`."""
 
@@ -110,6 +125,41 @@ def tails(
         rows = region.narrow(axis, 0, real)
         found.append(Refill(tail, last if isinstance(fill, str) else fill, axis, rows))
     return found
+
+
+def covered(
+    sizes: Sequence[int], bucket: Sequence[int], fills: Mapping[int, Fill]
+) -> tuple[int, ...]:
+    """What a call's tensor covers once "repeat" has spread it: the bucket's size in those dims."""
+    pairs = enumerate(zip(sizes, bucket, strict=True))
+    return tuple(padded if fills.get(dim) == REPEAT else real for dim, (real, padded) in pairs)
+
+
+def spread(
+    static: Tensor, spec: Input, sizes: Sequence[int], to: Sequence[int], rows: Tensor
+) -> Spread | None:
+    """What spreads a call's tensor of `sizes` to the sizes `to`; None if it covers no more.
+
+    `rows` is a `countdown` from at least the largest size.
+    """
+    axes = [(axis, dim) for axis, dim in spec.axes if sizes[dim] != to[dim]]
+    if not axes:
+        return None
+    sources: list[Tensor | None] = [None] * static.dim()
+    for position, (axis, dim) in enumerate(axes):
+        taken = rows[rows.shape[0] // 2 - sizes[dim] :][: to[dim]]
+        sources[axis] = taken.reshape(-1, *[1] * (len(axes) - 1 - position))
+    region, places = head(static, spec, to), [axis for axis, _ in axes]
+    if places[-1] - places[0] >= len(places):  # indexing puts axes that lie apart in front
+        region = region.movedim(places, list(range(len(places))))
+    return Spread(region, sources)
+
+
+def countdown(size: int, device: torch.device | None = None) -> Tensor:
+    """-size, .., -2, -1 and then -1 `size` times: any slice of it that holds -n as its first entry
+    takes the n entries of an axis in order, and the last one from there on.
+    """
+    return torch.arange(-size, size, device=device).clamp_(max=-1)
 
 
 def cut(output: Tensor, axes: Sequence[OutputAxis], sizes: Sequence[int]) -> Tensor:

@@ -18,7 +18,7 @@ def key_of(n):
 
 def entry_of(n):
     graph = RecordedGraph([], [], 0)
-    return Entry(key_of(n), graph, [], LEAF, [], [], [], False, 0)
+    return Entry(key_of(n), graph, [], LEAF, [], [], [], False)
 
 
 class Releases(list):

@@ -26,7 +26,7 @@ def entry_of(function, names, bucket=4, origins=None, result=LEAF, state=None):
     key = (Signature(inputs, tuple(range(len(inputs))), LEAF, (), 0), (bucket,))
     origins = origins or [Origin("made", i) for i in range(len(graph.outputs))]
     state = state or [None] * len(origins)
-    return Entry(key, graph, statics, result, origins, state, [], False, 0)
+    return Entry(key, graph, statics, result, origins, state, [], False)
 
 
 def plan_of(entry, n, fills=None, axes=None, slots=None, backend=None):
@@ -93,6 +93,46 @@ def test_a_control_that_repeats_the_last_row_is_right_for_the_same_size_twice():
     for last in (9, 3, 5):
         x, index = torch.randn(3, 2), torch.tensor([1, 2, last])
         torch.testing.assert_close(cache(x, index), function(x, index))
+
+
+def test_numbers_and_repeated_rows_share_an_input():
+    """Invariant I2 at the first call of a size, whose tails another size left dirty."""
+
+    def function(ids, mask):
+        return ids * mask, mask.clone()
+
+    dims = {name: {0: "batch", 1: "seq"} for name in ("ids", "mask")}
+    fill = {"ids": "repeat", "mask": 0}
+    cache = GraphCache(function, [(4, 8)], dynamic_shapes=dims, fill=fill)
+    for n, m in [(4, 8), (3, 5), (2, 7), (3, 5), (4, 6), (1, 8)]:
+        ids, mask = torch.randint(1, 9, (n, m)), torch.ones(n, m, dtype=torch.long)
+        assert all(map(torch.equal, cache(ids, mask), function(ids, mask)))
+        (entry,) = cache._miss.store.graphs.entries()
+        names = [spec.name for spec in entry.key[0].inputs]
+        static = dict(zip(names, entry.inputs, strict=True))
+        assert torch.equal(static["ids"][:, m:], static["ids"][:, m - 1 : m].expand(4, 8 - m))
+        assert torch.equal(static["ids"][n:], static["ids"][n - 1 : n].expand(4 - n, 8))
+        assert not static["mask"][:n, m:].any()
+
+
+def test_static_inputs_that_change_places_are_read_before_they_are_written():
+    """Integers repeat their last row, and here each is copied into the memory of the other."""
+
+    def function(a, b):
+        return a - 2 * b
+
+    dims = {name: {0: "batch"} for name in "ab"}
+    cache = GraphCache(function, [8], dynamic_shapes=dims)
+    sample = (torch.arange(4), torch.arange(4))
+    views = cache.static_inputs(5, like=sample)
+    views["a"].copy_(torch.arange(5))
+    views["b"].copy_(torch.arange(5) + 10)
+    expected = function(views["b"].clone(), views["a"].clone())
+    assert torch.equal(cache(views["b"], views["a"]), expected)
+    views["a"].copy_(torch.arange(5))
+    expected = function(views["a"].clone(), views["b"].clone())
+    assert torch.equal(cache(views["a"], views["b"]), expected)
+    assert cache.stats().eager == 0
 
 
 def test_tensors_are_told_by_slot_not_by_order():

@@ -5,7 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphcache.padding import OutputAxis, allocate, cut, fit, head, tails, volume
+from graphcache.padding import (
+    OutputAxis,
+    allocate,
+    countdown,
+    covered,
+    cut,
+    fit,
+    head,
+    spread,
+    tails,
+    volume,
+)
 from graphcache.signature import Input, dim_order
 
 CPU = torch.device("cpu")
@@ -24,6 +35,19 @@ def padded(tensor, spec, sizes, bucket, fills):
     static.copy_(torch.full_like(static, 77))
     head(static, spec, sizes).copy_(tensor)
     for refill in tails(static, spec, sizes, bucket, fills):
+        refill()
+    return static
+
+
+def spread_over(tensor, spec, sizes, bucket, fills):
+    """The same as a call does it: by one kernel what repeats, numbers beside it."""
+    static = allocate(spec, bucket)
+    static.copy_(torch.full_like(static, 55))
+    to = covered(sizes, bucket, fills)
+    rows = countdown(max(bucket), tensor.device)
+    copy = spread(static, spec, sizes, to, rows) or head(static, spec, sizes).copy_
+    copy(tensor)
+    for refill in tails(static, spec, to, bucket, fills):
         refill()
     return static
 
@@ -79,6 +103,51 @@ def test_every_element_beside_the_real_rows_holds_its_fill(sizes, extra, fill):
             else:
                 wanted = x[i, j].item()
             assert found == wanted, (i, j)
+
+
+@given(
+    sizes=st.tuples(small, small),
+    extra=st.tuples(*[st.integers(0, 4)] * 2),
+    axes=st.lists(st.sampled_from([None, 0, 1]), min_size=1, max_size=4),
+    dtype=dtypes,
+    fill=st.tuples(fills, fills),
+    data=st.data(),
+)
+@settings(max_examples=300, deadline=None)
+def test_one_kernel_repeats_as_the_tails_do(sizes, extra, axes, dtype, fill, data):
+    """Bit for bit, for axes in any order, side by side or apart, one dim on several of them, and
+    numbers in one dim with "repeat" in the other.
+    """
+    shape = [2 if dim is None else sizes[dim] for dim in axes]
+    order = data.draw(st.permutations(range(len(axes))))
+    x = (torch.randn([shape[a] for a in order]) * 3).to(dtype)
+    x = x.permute([order.index(a) for a in range(len(axes))])
+    spec = spec_of(x, {a: dim for a, dim in enumerate(axes) if dim is not None})
+    bucket = tuple(n + e for n, e in zip(sizes, extra, strict=True))
+    found, wanted = (
+        pad(x, spec, sizes, bucket, dict(enumerate(fill))) for pad in (spread_over, padded)
+    )
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint16),
+        *(torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn),
+    ],
+)
+def test_rows_of_every_dtype_repeat(dtype, device):
+    """From either device, gaps between their elements and all."""
+    for source in {"cpu", device}:
+        x = (torch.arange(12.0, device=source) % 5).to(dtype).view(3, 4)[:, ::2]
+        spec = spec_of(torch.empty(3, 2, dtype=dtype, device=device), {0: 0, 1: 1})
+        static = allocate(spec, (5, 3))
+        rows = countdown(5, torch.device(device))
+        spread(static, spec, (3, 2), (5, 3), rows)(x)
+        wanted = x.to(device, torch.float64 if dtype.is_floating_point else dtype).cpu()
+        wanted = wanted[[0, 1, 2, 2, 2]][:, [0, 1, 1]]
+        assert torch.equal(static.cpu().to(wanted.dtype), wanted)
 
 
 def test_a_dim_without_a_fill_is_left_alone():
