@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from graphcache.capture import Capturer
 from graphcache.dims import DynamicDims
 from graphcache.errors import BucketError, Fallback, GraphCacheError
 from graphcache.facts import Facts, Learner
+from graphcache.forms import Form
 from graphcache.frames import told
 from graphcache.graphs import Backend, backend_for, device_of
 from graphcache.knowledge import Knowledge
@@ -35,7 +36,7 @@ from graphcache.probe import DimFacts
 from graphcache.reasons import Reason
 from graphcache.route import Route, choose_route, refuse_empty
 from graphcache.settings import Settings
-from graphcache.signature import Signature
+from graphcache.signature import Signature, flatten
 from graphcache.splitting import SplitPlan
 from graphcache.stats import Ledger
 from graphcache.store import GraphStore
@@ -44,6 +45,7 @@ from graphcache.tracing import refuse_capturing, refuse_tracing
 from graphcache.watch import Watch, refuse_hooks, refuse_state
 
 _MIN_GRAPHS = 32
+_MOST_FORMS = 64
 _NO_REMEDY = "nothing: buckets follow the traffic"
 
 
@@ -80,6 +82,7 @@ class MissPath:
         self._settings = settings
         self._backend: Backend | None = None
         self.modes = Modes(torch.device("cpu"))
+        self._forms: dict[Any, Form] = {}
         self.sizes_read: tuple[int, ...] | None = (
             None  # of the call last looked at, for the traffic
         )
@@ -90,6 +93,33 @@ class MissPath:
         Raises:
             Fallback: why it has none.
         """
+        leaves: list[Tensor] = []
+        form = flatten((args, kwargs), leaves), self.modes.everything(), self.watch.state
+        known = self._forms.get(form)
+        plan = None if known is None else self._planned_as(known, leaves)
+        return plan or self._planned_anew(args, kwargs)
+
+    def _planned_as(self, form: Form, leaves: Sequence[Tensor]) -> CallPlan | None:
+        """The plan of a call of a form that was read before; None where its graph is not there, or
+        anything is yet to be tried.
+        """
+        facts, sizes = form.facts, form.sizes(leaves)
+        if sizes is None or facts.dims is None or self.buckets.exact:
+            return None
+        if Reason.UNSUPPORTED_INPUT in facts.asks:
+            return None  # each call's own gaps are looked at
+        self.sizes_read = sizes
+        self._refuse_grad(leaves)
+        route = self._route(sizes, facts)
+        entry = self.store.graphs.get((form.signature, route.bucket)) if route.bucket else None
+        if entry is None or any(origin.kind == "input" for origin in entry.origins):
+            return None
+        tried = self.knowledge.trusting or (entry.checked and entry.compared and not entry.picky)
+        if not (tried or route.bucket == sizes):
+            return None
+        return self._plan(entry, sizes, form.slots, facts)
+
+    def _planned_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan | SplitPlan:
         reading, facts, route = self.routed(Call(self.binder, args, kwargs))
         if route.bucket is None:
             return SplitPlan(reading, facts, route.dim, route.pieces)
@@ -98,7 +128,19 @@ class MissPath:
         if route.bucket != reading.sizes:
             self.check_padding(entry, facts, reading)
             self.store.compare(entry, facts, reading)
+        if not self.buckets.exact:
+            self._remember(reading, facts)
         return self.plan(reading, facts, entry)
+
+    def _remember(self, reading: Reading, facts: Facts) -> None:
+        if len(self._forms) >= _MOST_FORMS:
+            self._forms.clear()
+        form = reading.call.spec, self.modes.everything(), self.watch.state
+        self._forms[form] = Form(reading, facts, self.dims.implicit)
+
+    def reread(self) -> None:
+        """Read calls of every form anew: the module or the modes may be others."""
+        self._forms.clear()
 
     def check_padding(self, entry: Entry, facts: Facts, reading: Reading) -> None:
         """Try a graph's padding before it is used, at half of its bucket and at the smallest sizes
@@ -118,26 +160,31 @@ class MissPath:
 
     def plan(self, reading: Reading, facts: Facts, entry: Entry) -> CallPlan:
         _refuse_gaps(reading, entry)
-        fills = facts.fills(len(reading.signature.inputs))
+        return self._plan(entry, reading.sizes, reading.call.slots, facts)
+
+    def _plan(
+        self, entry: Entry, sizes: tuple[int, ...], slots: Sequence[int], facts: Facts
+    ) -> CallPlan:
+        fills = facts.fills(len(entry.inputs))
         lends = self._settings.outputs == "view"
-        padded = entry.key[1] != reading.sizes
+        padded = entry.key[1] != sizes
         axes = facts.axes() if padded else []  # nothing to cut, whatever form the results have
         with plain_modes():
-            return CallPlan(
-                entry, reading.sizes, reading.call.slots, fills, axes, self.backend, lends
-            )
+            return CallPlan(entry, sizes, slots, fills, axes, self.backend, lends)
 
     def routed(self, call: Call) -> tuple[Reading, Facts, Route]:
         """Read a call, learn what it needs, and choose what serves it."""
         reading, facts = self.ready(call)
+        return reading, facts, self._route(reading.sizes, facts)
+
+    def _route(self, sizes: tuple[int, ...], facts: Facts) -> Route:
         try:
-            route = choose_route(self.buckets, reading.sizes, facts, self._settings)
+            return choose_route(self.buckets, sizes, facts, self._settings)
         except Fallback as fallback:
             if not (self.auto and fallback.reason is Reason.OVER_MAX):
                 raise
             detail = "larger than every bucket that buckets='auto' has so far"
             raise Fallback(Reason.NOT_ADMITTED, detail, _NO_REMEDY) from fallback
-        return reading, facts, route
 
     def ready(self, call: Call) -> tuple[Reading, Facts]:
         """A call, and all that must be known before a bucket serves it: the probe, if it is to be
@@ -170,7 +217,7 @@ class MissPath:
         self.sizes_read = None
         refuse_tracing()
         self.catch_up()
-        self._refuse_grad(call)
+        self._refuse_grad(call.leaves)
         refuse_hooks(self.watch)
         refuse_state(self.watch)
         self.choose_backend(call)
@@ -181,9 +228,9 @@ class MissPath:
         _refuse_answers(reading, facts)
         return reading, facts
 
-    def _refuse_grad(self, call: Call) -> None:
+    def _refuse_grad(self, leaves: Sequence[Tensor]) -> None:
         if torch.is_grad_enabled():
-            if self.watch.needs_grad() or any(leaf.requires_grad for leaf in call.leaves):
+            if self.watch.needs_grad() or any(leaf.requires_grad for leaf in leaves):
                 raise Fallback(Reason.GRAD)
 
     def _admit_signature(self, signature: Signature) -> None:
@@ -235,6 +282,7 @@ class MissPath:
     def adopt(self, buckets: BucketSet) -> None:
         """Serve by these buckets from now on; graphs of others go."""
         self.buckets = buckets
+        self.reread()
         self.store.graphs.maxsize = self._max_graphs(self._settings)
         self.knowledge.rebucket(self.exact)
         if not self.buckets.exact:
@@ -273,6 +321,7 @@ class MissPath:
             self._backend = None
 
     def forget(self) -> None:
+        self.reread()
         self.store.graphs.clear()
         self.knowledge.forget()
 

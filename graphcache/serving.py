@@ -94,6 +94,7 @@ class Server:
                 plan.calls += whole
                 return plan.result(self._replay(plan, leaves, whole), leaves)
             self.drop_plans()
+            self._miss.reread()
         raise Fallback(
             Reason.STATE_WRITTEN, f"the module changed during {MAX_TRIES} tries of this call"
         )
@@ -109,7 +110,7 @@ class Server:
         if plan is None:
             plan = self._decide(args, kwargs)
             if len(self._plans) >= MAX_PLANS:
-                self.drop_plans()
+                self._settle(self._plans.pop(next(iter(self._plans))))
             self._plans[form, miss.modes.everything(), miss.watch.state] = plan
         return plan
 
@@ -234,14 +235,17 @@ class Server:
     def settle(self) -> None:
         """Move what the hit path counted on the plans to the ledger and the traffic profile."""
         for plan in self._plans.values():
-            if plan.calls:
-                self.traffic.record(plan.traffic, plan.calls)
-                plan.calls = 0
-            if isinstance(plan, CallPlan) and plan.hits:
-                fresh = plan.entry.fresh
-                plan.entry.fresh = False
-                self.ledger.served(plan.bucket, plan.real, plan.padded, plan.hits, fresh)
-                plan.hits = 0
+            self._settle(plan)
+
+    def _settle(self, plan: Plan) -> None:
+        if plan.calls:
+            self.traffic.record(plan.traffic, plan.calls)
+            plan.calls = 0
+        if isinstance(plan, CallPlan) and plan.hits:
+            fresh = plan.entry.fresh
+            plan.entry.fresh = False
+            self.ledger.served(plan.bucket, plan.real, plan.padded, plan.hits, fresh)
+            plan.hits = 0
 
     def forget(self, entry: Entry) -> None:
         """Drop the call plans of a graph that leaves; they hold its static memory."""

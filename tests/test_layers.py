@@ -11,9 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "graphcache"
 ORDER = [
     "__main__", "cli", "arguments", "demo", "graphcache", "checking", "runtime", "insight",
     "measuring", "serving", "adapting", "ahead", "miss", "store", "timing", "knowledge", "capture",
-    "route", "splitting", "explain", "facts", "probe", "dimtrial", "callplan", "cache", "graphs",
-    "preflight", "stilled", "otherweights", "generators", "watch", "compiled", "attributes",
-    "holdings", "outside", "hooks", "call", "garbage", "dims", "shadow", "settings", "report",
+    "route", "splitting", "explain", "forms", "facts", "probe", "dimtrial", "callplan", "cache",
+    "graphs", "preflight", "stilled", "otherweights", "generators", "watch", "compiled",
+    "attributes", "holdings", "outside", "hooks", "call", "garbage", "dims", "shadow", "settings",
+    "report",
     "tracing", "padding", "hazards", "bounds", "hostreads", "storages", "compare", "modes",
     "signature", "delegate", "plotting", "planreport", "planning", "buckets", "cover", "stats",
     "errors", "frames", "trials", "reasons", "version",

@@ -41,6 +41,7 @@ from graphcache import (
     Reason,
     Stats,
     TrafficProfile,
+    serving,
 )
 
 
@@ -1761,3 +1762,18 @@ class TestNeverWrong:
             thread.join()
         assert not errors, errors[0]
         assert twin.cache.stats().calls == 3
+
+
+def test_the_oldest_plans_go_first_and_their_counts_stay(device, monkeypatch):
+    """Over more sizes than plans are kept for; what they counted is in the books."""
+    monkeypatch.setattr(serving, "MAX_PLANS", 4)
+    module = nn.Linear(4, 2).to(device).eval()
+    cache = GraphCache(module, [16])
+    with torch.no_grad():
+        for n in [*range(1, 15), *range(1, 15)]:
+            x = torch.randn(n, 4, device=device)
+            torch.testing.assert_close(cache(x), module(x))
+            assert len(cache._server._plans) <= 4
+            cache._check()
+    assert cache.traffic.counts == {(n,): 2 for n in range(1, 15)}
+    assert cache.stats().calls == 28
