@@ -86,7 +86,8 @@ def test_columns_are_read_by_name_and_others_are_ignored(tmp_path):
         ("batch\n-3\n", r"t\.csv:2: batch is '-3', not a positive integer"),
         ("batch\n2.5\n", r"t\.csv:2: batch is '2\.5', not a positive integer"),
         ("batch,seq\n,4\n", r"t\.csv:2: batch is '', not a positive integer"),
-        ("", r"t\.csv: no column \['batch'\] among None"),
+        ("seq,batch\n4\n", r"t\.csv:2: batch is missing; mend or remove the row"),
+        ("", r"t\.csv is empty; its first line names the columns: batch"),
     ],
 )
 def test_a_faulty_csv_is_refused_with_file_and_line(tmp_path, text, error):

@@ -248,7 +248,11 @@ def read_sizes(path: str | Path, dims: Sequence[str]) -> Iterable[tuple[int, ...
 def _sizes(
     rows: csv.DictReader[str], path: str | Path, dims: Sequence[str]
 ) -> Iterable[tuple[int, ...]]:
-    missing = [dim for dim in dims if dim not in (rows.fieldnames or ())]
+    if not rows.fieldnames:
+        raise GraphCacheError(
+            f"{path} is empty; its first line names the columns: {', '.join(dims)}."
+        )
+    missing = [dim for dim in dims if dim not in rows.fieldnames]
     if missing:
         raise GraphCacheError(
             f"{path}: no column {missing} among {rows.fieldnames}; name the columns in `dims`."
@@ -259,7 +263,6 @@ def _sizes(
 
 def _positive(text: str | None, dim: str, path: str | Path, line: int) -> int:
     if text is None or not text.strip().isdecimal() or int(text) < 1:
-        raise GraphCacheError(
-            f"{path}:{line}: {dim} is {text!r}, not a positive integer; mend or remove the row."
-        )
+        found = "missing" if text is None else f"{text!r}, not a positive integer"
+        raise GraphCacheError(f"{path}:{line}: {dim} is {found}; mend or remove the row.")
     return int(text)
