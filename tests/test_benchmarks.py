@@ -1,5 +1,6 @@
 """The benchmarks that need no GPU run, and keep what they promise to keep."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,14 +13,28 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def padding_overhead(monkeypatch):
-    """The module; `benchmarks` is no part of the package."""
+def benchmark(monkeypatch):
+    """Imports one by name; `benchmarks` is no part of the package."""
     monkeypatch.syspath_prepend(str(ROOT))
-    import benchmarks.padding_overhead as module
-
-    yield module
+    yield lambda name: importlib.import_module(f"benchmarks.{name}")
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def padding_overhead(benchmark):
+    return benchmark("padding_overhead")
+
+
+def test_scaling_measures_every_step(benchmark, tmp_path):
+    """With the smallest ones, on the recorder."""
+    out = tmp_path / "out.json"
+    options = ["--rounds", 3, "--calls", 5, "--most", 16, "--commit", "x", "--out", out]
+    benchmark("scaling").main([*map(str, options)])
+    found = json.loads(out.read_text())["results"]
+    steps = {"graphs": 3, "inputs": 5, "shapes": 1, "layers": 2}
+    assert {name: len(found[name]) for name in steps} == steps
+    assert found["unseen"]["first"]["median"] > 0
 
 
 def test_padding_overhead_runs_without_traces(padding_overhead, tmp_path, capsys):

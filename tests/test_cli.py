@@ -347,7 +347,7 @@ class TestErrors:
         [
             ("batch,length\n1,2\n", ["no column ['seq']", "name the columns"]),
             ("batch,seq\n3,7\n3,-7\n", [":3: seq is '-7'", "mend or remove the row"]),
-            ("", ["no column ['batch', 'seq']", "name the columns"]),
+            ("", ["is empty", "names the columns: batch, seq"]),
         ],
     )
     def test_a_bad_trace_gives_one_line_with_file_and_remedy(self, trace, capsys, content, said):
